@@ -1,10 +1,11 @@
-"""Compares storage formats of frozen weights: bytes, the loss of a LoRA that is trained on them, and ranks.
+"""Compares storage formats of frozen weights by size, by the loss of a LoRA trained on them, and across ranks.
 
     python benchmarks/base_precision.py [--steps 200] [--output FOLDER]
 
-A small GPT learns to predict the bytes of this project's documentation. A LoRA then learns its source code, with the
-GPT's linear layers frozen in each format, from the same initial LoRA and the same samples. Runs with other seeds show
-how far apart two runs are without any quantisation. Then `unisono verify` runs each format on 1, 2 and 3 ranks.
+A small GPT learns to predict the bytes of this project's documentation. Then, for each format, the GPT's linear layers
+are frozen in that format and a LoRA learns the project's source code, always from the same initial LoRA and the same
+samples. Runs with other seeds show how far apart two runs are without quantisation. Finally, `unisono verify` runs each
+format on 1, 2 and 3 ranks.
 Speed on a GPU, where fp8 products would be used, is not measured here.
 """
 
@@ -40,14 +41,14 @@ PRETRAINING_STEPS, EVALUATIONS, SEEDS = 400, 10, (1, 2, 3)
 TEXTS = {"docs": "docs/*.md", "code": "src/unisono/**/*.py"}
 
 
-@cache  # all runs train on the same bytes, even if somebody edits the files in the meantime
+@cache  # all runs train on the same bytes, even if the files change meanwhile
 def read(text: str) -> bytes:
-    """The beginning of a text."""
+    """Reads the first bytes of a text."""
     return b"".join(file.read_bytes() for file in sorted(HERE.parent.glob(TEXTS[text])))[: 10 * 2**16]
 
 
 class Bytes(Dataset[Tensor]):
-    """Pieces of text files; every tenth is held out."""
+    """A dataset of pieces of text files; every tenth piece is held out."""
 
     def __init__(self, text: str, *, held_out: bool) -> None:
         data = read(text)
@@ -64,14 +65,14 @@ class Bytes(Dataset[Tensor]):
 
 
 class Pretraining(Recipe):
-    """The next byte of a text."""
+    """A recipe that predicts the next byte of a text."""
 
     defaults = {"batch_size": 16, "num_workers": 0, "tensorboard": False, "log_every": 1, "warmup_steps": 20}
 
     @dataclass
     class Config:
         text: str = "docs"
-        """The text: docs or code."""
+        """The text to train on: docs or code."""
 
     def model(self) -> nn.Module:
         return GPT(SIZE)
@@ -85,7 +86,7 @@ class Pretraining(Recipe):
 
 
 class Lora(nn.Module):
-    """A frozen linear layer, and a trained product of two small matrices, which is 0 at first."""
+    """A frozen linear layer plus the trained product of two small matrices, which is 0 at first."""
 
     def __init__(self, base_layer: nn.Linear, rank: int = 8) -> None:
         super().__init__()
@@ -99,18 +100,18 @@ class Lora(nn.Module):
 
 
 class Adapter(Pretraining):
-    """A LoRA on the blocks of a pretrained GPT."""
+    """A recipe that trains a LoRA on the blocks of a pretrained GPT."""
 
     @dataclass
     class Config(Pretraining.Config):
         text: str = "code"
         base: str | None = None
-        """Weights of the GPT; random ones without it."""
+        """File with the weights of the GPT; without a file, the weights are random."""
 
     def model(self) -> nn.Module:
         model = GPT(SIZE)
         if self.config.base:
-            model.load_state_dict(load_file(self.config.base), strict=False)  # the tied head has no entry
+            model.load_state_dict(load_file(self.config.base), strict=False)  # the tied head is not in the file
         model.requires_grad_(False)
         for block in model.blocks:
             for name, layer in list(block.named_children()):
@@ -120,7 +121,7 @@ class Adapter(Pretraining):
 
 
 def trained(folder: Path, **settings: Any) -> dict[str, Any]:
-    """Trains a LoRA: its training losses, held-out losses, and the bytes of its frozen layers."""
+    """Trains a LoRA; returns its training losses, its held-out losses, and the size of its frozen layers in bytes."""
     run = unisono.train(Adapter, **settings, gpus="0", save_every=0, learning_rate=2e-3, output_dir=str(folder))
     lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
     weights = load_whole(max((run.folder / "checkpoints").glob("step_*")), "model.")
@@ -146,7 +147,7 @@ def verified(name: str) -> bool:
 
 
 def measure(steps: int, folder: Path) -> dict[str, Any]:
-    """All runs, and their distances to the run with a float32 base."""
+    """Trains all runs, and computes their distances to the run with a float32 base."""
     pretrained = unisono.train(
         Pretraining,
         **{"gpus": "0", "max_steps": PRETRAINING_STEPS, "learning_rate": 2e-3, "lr_schedule": "cosine"},

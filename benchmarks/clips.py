@@ -1,7 +1,7 @@
-"""Does clips learn what simple statistics do not reveal, how fast is it, and how long can videos be?
+"""Measures whether clips learns a pattern that simple statistics miss, how fast it is, and its memory on long videos.
 
     python benchmarks/clips.py learning              # two CPU ranks: the mirror set, three seeds, and controls
-    python benchmarks/clips.py harder                # the same with increasing noise, until it fails
+    python benchmarks/clips.py harder                # the same with increasing noise, until learning fails
     python benchmarks/clips.py extraction            # 1 and 2 workers, 1 and 2 processes, interleaved
     python benchmarks/clips.py overhead              # step time next to a hand-written loop, interleaved; --device cuda
     python benchmarks/clips.py long                  # an hour of 1280 x 720: memory, and seconds per minute of video
@@ -56,14 +56,14 @@ def say(*words: object) -> None:
 
 @dataclass(frozen=True)
 class MirrorSet:
-    """A variant of the mirror set; the default is what `--data_path mirror` generates."""
+    """A variant of the mirror set; the default is the set that `--data_path mirror` generates."""
 
     pattern: str = "motion"
     noise: float = 0.0
     num_videos: int = 120
 
     def words(self, place: Path, quick: bool) -> list[str]:
-        """The flags that train on this set; generates the set if it does not exist."""
+        """Returns the flags to train on this set; generates the set if it does not exist."""
         from unisono.recipes.clips.data.synthetic import make
         from unisono.recipes.clips.settings import MIRROR_PRESETS
 
@@ -101,20 +101,20 @@ def train(name: str, options: argparse.Namespace, place: Path, words: list[str])
 def learning(options: argparse.Namespace, place: Path) -> Row:
     result, plain = PARTS.begin("learning", options), MirrorSet()
     seeds = SEEDS[:1] if options.quick else SEEDS
-    asked: dict[str, tuple[MirrorSet, int, list[str]]] = {}
+    configurations: dict[str, tuple[MirrorSet, int, list[str]]] = {}
     for ranks in (1, 2):
         for seed in seeds:
-            asked[f"seed {seed}, {ranks} rank{'s'[: ranks - 1]}"] = (plain, ranks, ["--seed", str(seed)])
+            configurations[f"seed {seed}, {ranks} rank{'s'[: ranks - 1]}"] = (plain, ranks, ["--seed", str(seed)])
     for seed in seeds:
-        asked[f"seed {seed}, labels shuffled"] = (plain, 1, ["--seed", str(seed), "--shuffle_labels"])
-    asked["no pattern: highlights go either way"] = (MirrorSet("none"), 1, [])
-    asked["frames only"] = (plain, 1, ["--use", "frames"])
-    asked["sound only"] = (plain, 1, ["--use", "mel"])
-    asked["pattern in the sound"] = (MirrorSet("sound"), 1, [])
-    asked["pattern in the sound, frames only"] = (MirrorSet("sound"), 1, ["--use", "frames"])
-    asked["pattern in the sound, sound only"] = (MirrorSet("sound"), 1, ["--use", "mel"])
-    result["rows"] = {name: {"failed": "not run"} for name in asked}
-    for name, (which, ranks, further) in asked.items():
+        configurations[f"seed {seed}, labels shuffled"] = (plain, 1, ["--seed", str(seed), "--shuffle_labels"])
+    configurations["no pattern: highlights go either way"] = (MirrorSet("none"), 1, [])
+    configurations["frames only"] = (plain, 1, ["--use", "frames"])
+    configurations["sound only"] = (plain, 1, ["--use", "mel"])
+    configurations["pattern in the sound"] = (MirrorSet("sound"), 1, [])
+    configurations["pattern in the sound, frames only"] = (MirrorSet("sound"), 1, ["--use", "frames"])
+    configurations["pattern in the sound, sound only"] = (MirrorSet("sound"), 1, ["--use", "mel"])
+    result["rows"] = {name: {"failed": "not run"} for name in configurations}
+    for name, (which, ranks, further) in configurations.items():
         words = [*which.words(place, options.quick), "--nproc", str(ranks), "--global_batch_size", "4", *further]
         result["rows"][name] = {"ranks": ranks, **train(name, options, place, words)}
         PARTS.write(result, options)
@@ -198,9 +198,9 @@ HARDER = (0.5, 1.0, 1.2, 1.4)
 
 def harder(options: argparse.Namespace, place: Path) -> Row:
     result = PARTS.begin("harder", options)
-    asked = {f"noise {noise}, 120 videos": MirrorSet(noise=noise) for noise in HARDER[: 1 if options.quick else None]}
-    result["rows"] = {name: {"failed": "not run"} for name in asked}
-    for name, which in asked.items():
+    sets = {f"noise {noise}, 120 videos": MirrorSet(noise=noise) for noise in HARDER[: 1 if options.quick else None]}
+    result["rows"] = {name: {"failed": "not run"} for name in sets}
+    for name, which in sets.items():
         words = [*which.words(place, options.quick), "--nproc", "1"]
         facts = {"noise": which.noise, "videos": which.num_videos}
         result["rows"][name] = {**facts, **train(name, options, place, words)}
@@ -354,7 +354,7 @@ def extraction_table(result: Row) -> list[str]:
 
 
 class Loop(Variant):
-    """A loop of clips_loops.py, in a process of its own."""
+    """A loop of clips_loops.py, in a separate process."""
 
     def start(self, case: Case, job: dict[str, Any]) -> None:
         """Starts the process, which waits before its first step."""

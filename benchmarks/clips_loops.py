@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # imported here: variants would import it at different times and count it as training memory
+import torch._dynamo  # imported here, or variants would import it at different times and count it as training memory
 from gate import Gate, Rounds
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -33,7 +33,7 @@ GATE: Gate
 
 
 def by_hand(job: dict[str, Any]) -> nn.Module:
-    """Plain PyTorch."""
+    """Trains in plain PyTorch."""
     device = torch.device(job["device"])
     recipe = Clips(Config(**job["told"]))
     recipe.prepare(Work(Path(job["folder"])))  # reuses the extracted features
@@ -73,24 +73,24 @@ def by_hand(job: dict[str, Any]) -> nn.Module:
 
 
 class Gated(Clips):
-    """The unchanged recipe, plus the gate at which it waits for its turn."""
+    """The unchanged recipe, except that it waits for its turn at the gate."""
 
     trained: nn.Module
 
     def model(self) -> nn.Module:
-        """As in the recipe."""
+        """Builds the recipe's model, and tells the gate when that begins."""
         GATE.model_starts()
         Gated.trained = super().model()
         return Gated.trained
 
     def loss(self, model: nn.Module, batch: Any, noise: Any) -> Loss:
-        """As in the recipe."""
+        """Waits at the gate, and computes the recipe's loss."""
         GATE.step_starts()
         return super().loss(model, batch, noise)
 
 
 def in_unisono(job: dict[str, Any]) -> nn.Module:
-    """unisono's real loop in this process, with the run folder, metrics and progress that users get."""
+    """Trains with unisono's real loop in this process, with the run folder, metrics and progress that users get."""
     cuda = job["device"] == "cuda"
     unisono.train(
         Gated,

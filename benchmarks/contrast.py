@@ -1,4 +1,4 @@
-"""Memory and time of a contrastive loss when the ranks share its comparison.
+"""Measures memory and time of a contrastive loss whose comparisons are divided among the ranks.
 
     python benchmarks/contrast.py --output benchmarks/results
 
@@ -68,7 +68,7 @@ class Texts(Dataset[dict[str, Any]]):
 
 
 class Whole(Recipe):
-    """Every rank computes the whole comparison."""
+    """A recipe in which every rank compares all rows with all rows."""
 
     @dataclass
     class Config:
@@ -92,14 +92,14 @@ class Whole(Recipe):
 
 
 class ByRows(Whole):
-    """Each rank computes its rows."""
+    """A recipe in which each rank compares only its share of the rows with all rows."""
 
     def couple_rows(self, rows: Mapping[str, Tensor], start: int, stop: int) -> Loss:
         return contrastive(rows, 20.0, both_ways=True, anchors=slice(start, stop))
 
 
 def measure(folder: str) -> None:
-    """Makes the step record each comparison: the largest tensor, and the time."""
+    """Makes every step record the largest tensor of its comparison, and the time that the comparison takes."""
     largest = LargestTensor()
     seconds: list[float] = []
     for name in ("compare_all", "compare_anchors"):
@@ -110,15 +110,15 @@ def measure(folder: str) -> None:
             with largest:
                 result = _function(*args, **kwargs)
             seconds.append(time.perf_counter() - began)
-            found = {"bytes": largest.num_bytes, "shape": largest.shape, "ms": statistics.median(seconds) * 1e3}
-            Path(folder, f"{os.environ.get('RANK', '0')}.json").write_text(json.dumps(found))
+            measurement = {"bytes": largest.num_bytes, "shape": largest.shape, "ms": statistics.median(seconds) * 1e3}
+            Path(folder, f"{os.environ.get('RANK', '0')}.json").write_text(json.dumps(measurement))
             return result
 
         setattr(coupled, name, timed)
 
 
 def case(kind: str, ranks: int, micro_batches: int, batch: int, root: Path) -> dict[str, Any]:
-    """Trains a few steps and reads what the ranks recorded."""
+    """Trains a few steps and reads the measurements of the ranks."""
     folder = root / f"{kind}{ranks}x{micro_batches}"
     folder.mkdir()
     flags = {
@@ -138,8 +138,8 @@ def case(kind: str, ranks: int, micro_batches: int, batch: int, root: Path) -> d
     ended = subprocess.run([sys.executable, "-m", "unisono", "train", recipe, *words], capture_output=True, text=True)
     if ended.returncode != 0:
         raise SystemExit(f"{kind} on {ranks} ranks failed:\n{ended.stderr[-3000:]}")
-    found = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
-    largest = max(found, key=lambda each: each["bytes"])
+    by_rank = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
+    largest = max(by_rank, key=lambda each: each["bytes"])
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     return {
         "kind": kind,
@@ -147,7 +147,7 @@ def case(kind: str, ranks: int, micro_batches: int, batch: int, root: Path) -> d
         "micro_batches": micro_batches,
         "shape": largest["shape"],
         "mib": largest["bytes"] / 2**20,
-        "ms": statistics.median(each["ms"] for each in found),
+        "ms": statistics.median(each["ms"] for each in by_rank),
         "losses": [line["loss"] for line in lines],
     }
 

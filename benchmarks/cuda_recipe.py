@@ -100,7 +100,7 @@ class NeverWaits(TinyGpt):
 
     def loss(self, model: nn.Module, batch: torch.Tensor, noise) -> Loss:
         self.calls += 1
-        if self.calls in (5, 40):  # after that the run saves, which must synchronize
+        if self.calls in (5, 40):  # only these steps: after them, the run saves, which must synchronize
             torch.cuda.set_sync_debug_mode("error" if self.calls == 5 else "default")
         return super().loss(model, batch, noise)
 

@@ -1,4 +1,4 @@
-"""Does `unisono train darkroom` learn, and how fast?
+"""Measures whether `unisono train darkroom` learns, and how fast.
 
     python benchmarks/darkroom.py learning               # a GPU: seeds of the full configuration, then other choices
     python benchmarks/darkroom.py speed                  # a GPU: ms per step of unisono and of hand-written loops
@@ -52,7 +52,7 @@ def arguments() -> argparse.Namespace:
         help="speed: measure a whole run of 50,000 steps",
     )
     parser.add_argument("--patience_s", type=float, default=1800, help="time limit of a run in seconds")
-    parser.add_argument("--keep", action="store_true", help="run only what --output lacks (not for demo)")
+    parser.add_argument("--keep", action="store_true", help="run only rows that --output lacks (not for demo)")
     parser.add_argument("--quick", action="store_true", help="smoke test, also on the CPU; cannot write to results/")
     options = parser.parse_args(words)
     options.flags = flags
@@ -77,7 +77,7 @@ def main() -> int:
     options = arguments()
     if options.part in ("learning", "speed") and not options.quick and not has_gpu():
         raise SystemExit(f"{options.part}: torch finds no GPU; --quick runs on the CPU")
-    sys.path.insert(0, str(ROOT / "src"))  # for the baselines, if unisono is not installed
+    sys.path.insert(0, str(ROOT / "src"))  # the baselines import unisono, which may not be installed
     with tempfile.TemporaryDirectory(prefix="darkroom-") as scratch:
         return PARTS[options.part](options, Path(scratch))
 

@@ -1,4 +1,4 @@
-"""The figure of part `learning` of darkroom.py: return per in-context episode of every run."""
+"""Draws the figure of part `learning` of darkroom.py: the return per in-context episode of every run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from darkroom_runs import Row
 
 INK, FAINT, GRID = "#1d2733", "#8a94a0", "#e5e7eb"
 OURS = "#c2410c"
-COLOURS = ("#0e7490", "#4d7c0f", "#7c3aed", "#475569", "#a16207", "#1d4ed8")  # of the other configurations
+COLOURS = ("#0e7490", "#4d7c0f", "#7c3aed", "#475569", "#a16207", "#1d4ed8")  # colours of the other configurations
 
 
 def figure(result: Row, folder: Path) -> str:

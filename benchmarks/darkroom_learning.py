@@ -1,4 +1,4 @@
-"""Parts `learning`, `demo` and `choices` of darkroom.py: does the recipe learn unseen tasks in context?"""
+"""Parts `learning`, `demo` and `choices` of darkroom.py, which measure how well unseen tasks are learned in context."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ DEMO_BARS = {"of_optimum": 0.85, "training_s": 180.0, "wall_s": 300.0}
 
 
 def learned(run: Run, flags: Sequence[str]) -> Row:
-    """The results of a run, and the time at which it reached them."""
+    """The results of a run, and the training time that it took to reach them."""
     chosen = run.chosen
     failed = run.failed or (None if chosen else "metrics.jsonl has no evaluation")
     row: Row = {"flags": shlex.join(flags), "failed": failed, "wall_s": run.wall_s}
@@ -110,7 +110,7 @@ def learning(options: argparse.Namespace, scratch: Path) -> int:
         folder = scratch / re.sub(r"\W+", "_", name)
         return learned(run(darkroom(folder, *every[name]), folder, options.patience_s), every[name])
 
-    for name in seeds:  # run alone on the machine, because their times are reported
+    for name in seeds:  # these run alone on the machine, because their times are reported
         if name in missing:
             report.note(name, train(name))
     with ThreadPoolExecutor(options.at_once) as pool:

@@ -51,7 +51,7 @@ class Context(NamedTuple):
 
 
 class ReferenceModel(nn.Module):
-    """One token per transition plus the current cell as the last token, which alone predicts the action."""
+    """Predicts an action from one token per past transition and a last token for the current cell."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class ReferenceModel(nn.Module):
         self.register_buffer("mask", mask, persistent=False)
 
     def forward(self, context: Context) -> Tensor:
-        """[batch, actions] logits."""
+        """Returns the logits of the actions, [batch, actions]."""
         hot = F.one_hot(context.actions, ACTIONS).float()
         columns = [context.states.float(), hot, context.rewards.float()[..., None], context.next_states.float()]
         steps = self.embed_transition(torch.cat(columns, -1)) + self.embed_kind.weight[0]

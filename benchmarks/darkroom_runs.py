@@ -110,7 +110,7 @@ def run(command: Sequence[str], folder: Path, patience_s: float) -> Run:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Stops a running process, with SIGTERM first, on which unisono stops its ranks too."""
+    """Stops a running process. Sends SIGTERM first, so that unisono stops its ranks too."""
     if process.poll() is None:
         process.terminate()
         try:
@@ -167,7 +167,7 @@ class Report:
         return {name: row | {"kept_from": row.get("kept_from", before["date"])} for name, row in rows.items()}
 
     def begin(self, empty: dict[str, Row], same: Sequence[str]) -> list[str]:
-        """Starts with empty rows, keeps existing ones that agree in `same`, and returns the names of the others."""
+        """Starts with empty rows, except existing rows that agree in `same`; returns the names of the empty rows."""
         for name, row in empty.items():
             old = self._earlier.get(name, {})
             alike = bool(old) and all(old.get(key) == row[key] for key in same)

@@ -3,9 +3,9 @@
     python benchmarks/faults.py --output benchmarks/results        # all of it, about 40 minutes on 2 cores
     python benchmarks/faults.py --quick                            # a few of each kind
 
-Every row of the table trains the same small run and disturbs it, then compares the result with the undisturbed run: the
-final weights, optimizer state and average (bit by bit, or up to rounding if the arithmetic differs), the loss of every
-step, and the samples of every step (none lost, none twice). At the end no process may be left.
+Each row of the table trains the same small run with other faults and compares it with an undisturbed run: the final
+weights, optimizer state and average (bit by bit, or up to rounding if the arithmetic differs), the loss of every step,
+and the samples of every step (none lost, none twice). After each run, no process may be left.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ PHASES = ("data", "forward", "backward", "reduce", "optimizer")
 RUN = ["--global_batch_size", "12", "--batch_size", "6", "--max_steps", str(STEPS), "--save_every", "4"]
 RUN += ["--deterministic", "--eval_every", "15", "--max_restarts", "100", "--seed", "5"]
 ROUNDING = 1e-10
-IN_FLOAT64 = ("--disable_dropout", "--dtype", "float64")  # where only rounding may differ, it is small
+IN_FLOAT64 = ("--disable_dropout", "--dtype", "float64")  # keeps differences by rounding small
 EXACT = 0.0
 
 
@@ -72,7 +72,7 @@ class Row:
 
 
 class Rehearsal:
-    """Starts runs and keeps the undisturbed reference runs to compare them with."""
+    """Starts runs, and stores the undisturbed reference runs for comparison."""
 
     def __init__(self, root: Path, quick: bool) -> None:
         self.root, self.quick = root, quick
@@ -189,7 +189,7 @@ def events(folder: Path, kind: str) -> list[dict]:
 
 
 def kill_at_points(rehearsal: Rehearsal, world: int, rank: int, times: int) -> Row:
-    """Kills a rank at random steps and phases, also during saves, repeatedly in one run."""
+    """Kills a rank repeatedly in one run, at random steps and phases, including saves."""
     row = Row(f"kill rank {rank} of {world} at {times} random points of steps and saves")
     faults = []
     for step in sorted(rehearsal.random.sample(range(2, STEPS), times)):
@@ -228,7 +228,7 @@ def kill_at_instants(rehearsal: Rehearsal, world: int, rank: int, times: int) ->
 
 
 def kill_launcher(rehearsal: Rehearsal, times: int) -> Row:
-    """Kills the launcher: its ranks must end too, and the same command must continue."""
+    """Kills the launcher. Its ranks must end too, and the same command must continue the run."""
     row = Row(f"kill the launcher {times} times (SIGKILL), start again")
     flags = ["--pace", "0.03"]
     reference, folder = rehearsal.reference(2, *flags), rehearsal.new("launcher")
@@ -306,7 +306,7 @@ def not_a_number(rehearsal: Rehearsal, times: int) -> Row:
 
 def hangs(rehearsal: Rehearsal, times: int) -> Row:
     row = Row(f"a rank hangs, {times} times (hang_timeout 3 s)")
-    # Not in consecutive steps: both ranks would hang at once, and only one would be reported.
+    # The steps are not consecutive: otherwise both ranks would hang at once, and only one would be reported.
     chosen = sorted(rehearsal.random.sample(range(2, STEPS, 3), times))
     faults = [f"hang@rank{i % 2}:step{step}:{PHASES[i % 5]}" for i, step in enumerate(chosen)]
     folder = rehearsal.new("hang")

@@ -31,7 +31,7 @@ class Sequences(torch.utils.data.Dataset):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         tokens = (torch.arange(10) * (index % 7 + 1) + index) % VOCABULARY
-        tokens[int(torch.randint(10, ()))] = 0  # a keyed augmentation
+        tokens[int(torch.randint(10, ()))] = 0  # an augmentation that is keyed by the sample
         return {"id": torch.tensor(index), "tokens": tokens}
 
 

@@ -271,7 +271,7 @@ def wan_memory() -> str:
 
 
 def tables_of(name: str, what: str) -> Callable[[], str]:
-    """The tables of a result as they are, and its targets."""
+    """Returns a function that writes the tables of a result unchanged, and its targets."""
 
     def written() -> str:
         result, page = RESULTS / f"{name}.json", RESULTS / f"{name}.md"

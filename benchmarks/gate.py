@@ -18,7 +18,7 @@ import torch
 
 @dataclass(frozen=True)
 class Rounds:
-    """A round has `steps` steps; the first `dropped` steps, and the whole first round, are not timed."""
+    """The rounds of a benchmark. Of each round's `steps` steps, the first `dropped` are not timed; nor is round one."""
 
     rounds: int
     steps: int
@@ -31,7 +31,7 @@ class Rounds:
 
 
 class Gate:
-    """The variant's end of the pipe."""
+    """The end of the pipe at which a variant waits for its turn."""
 
     def __init__(self, pipe: Connection, rounds: Rounds, device: torch.device) -> None:
         self._pipe, self._rounds, self._device = pipe, rounds, device

@@ -37,8 +37,8 @@ class Block(nn.Module):
         super().__init__()
         self.heads = size.heads
         self.attention_norm, self.feed_norm = nn.LayerNorm(size.width), nn.LayerNorm(size.width)
-        # No biases: the gradient of a key's bias is pure rounding error, which AdamW scales up to full steps, so that
-        # variants that only round differently would end with different weights.
+        # Layers have no biases: the gradient of a key's bias is pure rounding error, which AdamW scales up to full
+        # steps, so variants that only round differently would end with different weights.
         self.attention_in = nn.Linear(size.width, 3 * size.width, bias=False)
         self.attention_out = nn.Linear(size.width, size.width, bias=False)
         self.feed_in = nn.Linear(size.width, 4 * size.width, bias=False)
@@ -77,7 +77,7 @@ class GPT(nn.Module):
 
 
 class RandomTokens(Dataset[tuple[Tensor, Tensor]]):
-    """`num_samples` sequences from one table of random tokens in memory."""
+    """A dataset of `num_samples` sequences from one table of random tokens in memory."""
 
     def __init__(self, size: Size, num_samples: int) -> None:
         draw = torch.Generator().manual_seed(1)

@@ -36,7 +36,7 @@ LEARNING_RATE, CLIP, LOG_EVERY = 3e-4, 0.5, 10
 
 @dataclass(frozen=True)
 class Job:
-    """Settings, the same for every variant."""
+    """Settings of the benchmark, which are the same for every variant."""
 
     size: str
     device: str
@@ -85,7 +85,7 @@ def adamw(model: nn.Module) -> torch.optim.AdamW:
 
 
 def by_hand(job: Job) -> nn.Module:
-    """Plain PyTorch."""
+    """Trains in plain PyTorch."""
     device = torch.device(job.device, int(os.environ.get("LOCAL_RANK", "0"))) if job.on_gpu else torch.device("cpu")
     if job.on_gpu:
         torch.cuda.set_device(device)
@@ -134,7 +134,7 @@ class Benchmark(Recipe):
 
 
 def in_unisono(job: Job, **more: Any) -> nn.Module:
-    """unisono's real loop in this process, with the run folder, metrics and progress that users get."""
+    """Trains with unisono's real loop in this process, with the run folder, metrics and progress that users get."""
     import unisono
 
     unisono.train(
@@ -158,7 +158,7 @@ def in_unisono(job: Job, **more: Any) -> nn.Module:
 
 
 def in_accelerate(job: Job) -> nn.Module:
-    """Hugging Face Accelerate."""
+    """Trains with Hugging Face Accelerate."""
     from accelerate import Accelerator
     from accelerate.utils import DistributedDataParallelKwargs
 
@@ -185,7 +185,7 @@ def in_accelerate(job: Job) -> nn.Module:
 
 
 def in_fabric(job: Job) -> nn.Module:
-    """Lightning Fabric."""
+    """Trains with Lightning Fabric."""
     try:
         from lightning.fabric import Fabric
         from lightning.fabric.plugins.environments import LightningEnvironment

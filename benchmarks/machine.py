@@ -1,4 +1,4 @@
-"""Describes what a measurement depends on: the machine and the versions."""
+"""Describes the machine and the versions that a measurement depends on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real out-of-memory on a GPU: checks that runs continue with smaller micro-batches and the same loss curve.
+"""Makes runs exceed a GPU's memory; checks that they continue with smaller micro-batches and the same loss curve.
 
     python benchmarks/memory.py --output benchmarks/results
 

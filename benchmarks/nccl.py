@@ -1,13 +1,13 @@
-"""Ranks that share one GPU over NCCL: checks that everything they do gives the results of one rank.
+"""Checks that ranks that share one GPU over NCCL give the same results as one rank.
 
     python benchmarks/nccl.py --seconds 580 --at_once 4          # a GPU; run it again to continue with the other rows
     python benchmarks/nccl.py --backend gloo --ranks 2 --output /tmp/rehearsal    # a rehearsal on the CPU, without NCCL
     python benchmarks/nccl.py --only kill,verify-float64 --ranks 2                # rows with one of these in the name
 
-`--backend nccl` gives every rank its own NCCL_HOSTID, so that NCCL connects ranks on one GPU by sockets: slow, but the
-real library with real streams. Each row trains a small run in float64 on several ranks, disturbs it, and compares the
-losses and metrics of every step, and the weights and the optimizer's state, with an undisturbed run of one rank.
-NCCL's own log must show a communicator on each rank. Never use this for timing.
+`--backend nccl` gives every rank its own NCCL_HOSTID, so that NCCL connects ranks on one GPU by sockets. This is slow
+and useless for timing, but it uses the real library with real streams. Each row trains a small run in float64 on
+several ranks and disturbs it. It then compares the losses and metrics of every step, the weights and the optimizer's
+state with an undisturbed run of one rank. NCCL's own log must show a communicator on each rank.
 
 Rows that passed are kept in `nccl_so_far.json` and not run again, as long as the code is the same; when all rows have
 run, that file is deleted. Rows that did not run are listed with the reason.
@@ -63,14 +63,14 @@ def judged(difference: float, tolerance: float) -> Row:
 
 
 def state_of(row: Row) -> str:
-    """One word, or the reason why the row did not run."""
+    """The state of a row in one word, or the reason why the row did not run."""
     if "not_run" in row:
         return f"not run: {row['not_run']}"
     return "passed" if row["ok"] else "FAILED"
 
 
 def seen_in(row: Row) -> str:
-    """The largest difference, or what went wrong."""
+    """The largest difference that a row measured, or its error message."""
     if "error" in row:
         return str(row["error"]).replace("|", "¦").replace("\n", " ")
     difference = row.get("difference", "")
@@ -118,9 +118,9 @@ class SoFar:
 def chosen(options: argparse.Namespace) -> list[Case]:
     """The rows that the flags select."""
     cases = all_cases(options.ranks)
-    wanted = [part for part in options.only.split(",") if part]
-    if wanted:
-        return [case for case in cases if any(part in case.name for part in wanted)]
+    parts = [part for part in options.only.split(",") if part]
+    if parts:
+        return [case for case in cases if any(part in case.name for part in parts)]
     return [case for case in cases if case.quick] if options.quick else cases
 
 
@@ -166,7 +166,7 @@ def _options(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--ranks", type=_ranks, default=[2, 4, 8], metavar="2,4,8", help="numbers of ranks")
     parser.add_argument("--only", default="", metavar="NAME,NAME", help="only rows whose names contain one of these")
     parser.add_argument("--quick", action="store_true", help="a few rows; cannot write to results/")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="stop after so many seconds")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="stop after this many seconds")
     parser.add_argument("--at_once", type=int, default=1, help="number of rows to run in parallel")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder for the results")
     parser.add_argument("--so_far", type=Path, help="file of the rows that passed (default: in --output)")
@@ -202,7 +202,7 @@ def main() -> int:
     options.output.mkdir(parents=True, exist_ok=True)
     so_far = SoFar(options.so_far or options.output / "nccl_so_far.json", options.backend)
 
-    def write(rows: Sequence[Row]) -> None:  # after every row: the machine may be lent for a limited time
+    def write(rows: Sequence[Row]) -> None:  # called after every row, because machine time may be limited
         result.update(rows=rows, seconds=round(time.monotonic() - started, 1))
         name = "nccl" if options.backend == "nccl" else "nccl_rehearsal"
         (options.output / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""The rows of benchmarks/nccl.py, the most important first: what must be the same over NCCL as on one rank."""
+"""The rows of benchmarks/nccl.py, most important first; each compares a run over NCCL with a run of one rank."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ GRAPH_ROUNDING = 1e-7  # recorded kernels read the learning rate as float32, als
 
 @dataclass(frozen=True)
 class Case:
-    """One row: the work returns the largest difference it saw, which must not exceed `tolerance`."""
+    """One row. Its work returns the largest difference from a run of one rank, which must not exceed `tolerance`."""
 
     name: str
     text: str
     work: Callable[[Runs], float]
     expected_s: float
-    """How long it takes on a GPU, roughly: a start takes about 10 s, so does a restart."""
+    """Approximate seconds on a GPU; each start or restart of ranks takes about 10 s."""
     tolerance: float = ROUNDING
     needs: str = ""
-    """A setting, or "gpu": what must exist for this row."""
+    """Requirement of this row: the name of a setting that must exist, or "gpu"."""
     quick: bool = False
 
 
@@ -67,7 +67,7 @@ def all_cases(ranks: Sequence[int]) -> list[Case]:
 
 
 def missing(case: Case, backend: str) -> str:
-    """Why this row cannot run here; empty if it can."""
+    """The reason why this row cannot run here; empty if it can."""
     if case.needs == "gpu":
         return "" if backend == "nccl" else "needs a GPU"
     if case.needs and case.needs not in {field.name for field in fields(ParallelSettings)}:
@@ -86,7 +86,7 @@ def _verify(number: int, precision: str) -> Iterator[Case]:
             f"`verify --ranks 1,{number} --strategies {strategy} --precision {precision}`",
             partial(_verified, number=number, flags=flags),
             expected_s=25,
-            tolerance=TOLERANCES[precision].loss,  # 16 bit: of losses only
+            tolerance=TOLERANCES[precision].loss,  # verify compares only losses in 16 bit
             quick=precision == "float64" and strategy == "fsdp",
         )
 
@@ -147,14 +147,14 @@ def _faults_together(number: int) -> Iterator[Case]:
 
 
 def _fault(kind: str, number: int, strategy: str) -> str:
-    """The fault on the last rank; no two faults in one step."""
-    # ddp recovers in place only in its first, guarded steps. fsdp restarts: after the first checkpoint.
+    """A fault of this kind on the last rank; each kind has a different step."""
+    # ddp recovers in place only in its first, guarded steps. fsdp restarts, so faults follow a checkpoint.
     step = {"oom": 2 if strategy == "ddp" else 4, "kill": 6, "hang": 8, "nan": 11, "slow": 3}[kind]
     return f"{kind}@rank{number - 1}:step{step}" + f":{SLOW_S}s" * (kind == "slow")
 
 
 def _disturbed(runs: Runs, number: int, strategy: str, kinds: Sequence[str]) -> float:
-    # A skipped step changes everything after it: it is skipped in the undisturbed run of one rank too.
+    # A skipped step changes all later steps, so the undisturbed run of one rank skips the same step.
     skipped = ["--inject", _fault("nan", 1, strategy)] if "nan" in kinds else []
     reference, folder = runs.reference(*IN_FLOAT64, *skipped), runs.new("disturbed")
     faults = ",".join(_fault(kind, number, strategy) for kind in kinds)
@@ -171,20 +171,20 @@ def _check_event(folder: Path, kind: str, rank: int, strategy: str) -> None:
     if kind == "kill":
         expect(any("SIGKILL" in cause for cause in causes), lambda: f"no restart after a SIGKILL: {causes}")
     elif kind == "slow" and strategy == "fsdp":
-        # Ranks wait for each other inside of forward and backward: all of them are slow, and none is reported.
+        # Ranks wait for each other in forward and backward passes, so all are equally slow and no rank is reported.
         slowed = statistics.median(line["step_ms"] for line in step_lines(folder)[4:] if "step_ms" in line)
         expect(slowed >= 1e3 * SLOW_S, lambda: f"the rank was not slowed down: {slowed:.0f} ms per step")
     elif kind == "oom":
         in_place = strategy == "ddp"
-        found = [event["in_place"] for event in events(folder, "oom")]
-        expect(found == [in_place], lambda: f"expected one oom event with in_place {in_place}, got {found}")
+        seen = [event["in_place"] for event in events(folder, "oom")]
+        expect(seen == [in_place], lambda: f"expected one oom event with in_place {in_place}, got {seen}")
     else:
         name = {"hang": "hang", "nan": "nan", "slow": "straggler"}[kind]
-        found = events(folder, name)
-        # All ranks skip a step together, so a nan has no rank.
+        seen = events(folder, name)
+        # All ranks skip a step together, so the event of a nan names no rank.
         expect(
-            bool(found) and (kind == "nan" or all(event["rank"] == rank for event in found)),
-            lambda: f"expected {name} events of rank {rank}, got {found}",
+            bool(seen) and (kind == "nan" or all(event["rank"] == rank for event in seen)),
+            lambda: f"expected {name} events of rank {rank}, got {seen}",
         )
 
 
@@ -273,7 +273,7 @@ def _saved(runs: Runs, number: int, strategy: str) -> float:
 
 
 def _evaluated(runs: Runs, number: int) -> float:
-    """13 samples are uneven shares for 2, 4 and 8 ranks; of 1 sample all ranks but one have none."""
+    """With 13 samples, 2, 4 or 8 ranks have shares of different size; with 1 sample, only one rank has any."""
     differences = []
     for samples, strategy in ((13, "ddp"), (1, "fsdp")):
         flags = ["--eval_every", "2", "--num_eval", str(samples), *IN_FLOAT64]

@@ -54,7 +54,7 @@ class Probe(TinyGpt):
 
     def loss(self, model: nn.Module, batch: torch.Tensor, noise) -> Loss:
         if self.config.calls_file and model.training:
-            # A recorded step (--cuda_graph) replays kernels and does not come by here again.
+            # A recorded step (--cuda_graph) replays kernels and does not execute this code again.
             self.calls += 1
             Path(f"{self.config.calls_file}.{os.environ.get('RANK', '0')}").write_text(str(self.calls))
         loss = super().loss(model, batch, noise)
@@ -62,13 +62,13 @@ class Probe(TinyGpt):
         tokens = batch.clamp(min=0)
         places = torch.arange(1, batch.shape[1] + 1, device=batch.device)
         sums = {"print": (tokens * places).sum(), "squares": (tokens.square() * places).sum()}
-        # Over its own count, so that a mean of the ranks' means would differ.
+        # A metric with its own count, so that a mean of the ranks' means would give another result.
         sums["long"] = (((batch >= 0).sum(1) > 0.8 * self.config.length).sum(), len(batch))
         return Loss(loss.total, loss.count, metrics=sums)
 
 
 class Contrast(Recipe):
-    """The two halves of a text (its even and odd tokens) find each other among all texts of the global batch."""
+    """Learns to match the two halves of a text (its even and odd tokens) among all texts of the global batch."""
 
     defaults = Probe.defaults
 
@@ -96,5 +96,5 @@ class Contrast(Recipe):
 
     def _rows(self, model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
         real = (tokens >= 0).unsqueeze(-1)
-        found = model(tokens.clamp(min=0)) * real
-        return F.normalize(found.sum(1) / real.sum(1), dim=-1)
+        outputs = model(tokens.clamp(min=0)) * real
+        return F.normalize(outputs.sum(1) / real.sum(1), dim=-1)

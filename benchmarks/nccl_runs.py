@@ -1,4 +1,4 @@
-"""Runs of benchmarks/nccl.py: starts them on ranks that share one GPU, and compares them with the run of one rank."""
+"""Starts the runs of benchmarks/nccl.py on ranks that share one GPU, and compares them with a run of one rank."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 PROBE, CONTRAST = (f"{HERE / 'nccl_recipe.py'}:{name}" for name in ("Probe", "Contrast"))
 STEPS = 14
-# In one micro-batch on one rank: others must agree with it although they sum in another order.
+# The reference has one micro-batch on one rank; other runs must agree although they sum in another order.
 RUN = [
     "--global_batch_size",
     "13",
@@ -39,7 +39,7 @@ RUN = [
 ]
 IN_FLOAT64 = ["--dtype", "float64"]
 ROUNDING = 1e-10
-"""Largest difference in float64: of losses and metrics relative to their size if that is above 1, of weights."""
+"""Largest difference in float64 of weights, and of losses and metrics (relative to the value if that exceeds 1)."""
 PATIENCE_S = 240.0
 
 
@@ -48,11 +48,11 @@ class Failed(Exception):
 
 
 class OutOfTime(Exception):
-    """The time of this call is over."""
+    """The time limit of this call (--seconds) is exceeded."""
 
 
 class Runs:
-    """Starts runs in a folder of their own, and stops them when the time is over."""
+    """Starts runs in a separate folder, and stops all runs when the time is over."""
 
     def __init__(self, root: Path, backend: str, seconds: float) -> None:
         self.root, self.backend = root, backend
@@ -65,13 +65,13 @@ class Runs:
         return self._end - time.monotonic()
 
     def new(self, name: str) -> Path:
-        """A new run folder."""
+        """Returns the path of a new run folder."""
         return self.root / f"{name}-{uuid.uuid4().hex[:6]}"
 
     # --- start ---
 
     def train(self, folder: Path, num_ranks: int, *flags: str, recipe: str = PROBE, steps: int = STEPS) -> str:
-        """Trains to the end on so many ranks; returns what the run printed."""
+        """Trains to the end on `num_ranks` ranks; returns the output of the run."""
         words = ["train", recipe, *RUN, "--max_steps", str(steps), "--output_dir", str(folder), *flags]
         printed = self.unisono([*words, *self._devices(num_ranks)], folder)
         if self.backend == "nccl" and num_ranks > 1 and SLOW not in printed:
@@ -80,7 +80,7 @@ class Runs:
         return printed
 
     def verify(self, num_ranks: int, *flags: str, recipe: str = PROBE) -> float:
-        """Compares 1 rank and so many; returns the largest difference that `unisono verify` printed."""
+        """Compares 1 rank with `num_ranks` ranks; returns the largest difference that `unisono verify` printed."""
         folder = self.new("verify")
         words = ["verify", recipe, *RUN, "--ranks", f"1,{num_ranks}", *flags, "--backend", self.backend]
         printed = self.unisono([*words, *(["--gpus", "0"] if self.backend == "gloo" else [])], folder)
@@ -90,7 +90,7 @@ class Runs:
         return largest_difference_in(printed, num_ranks)
 
     def reference(self, *flags: str, recipe: str = PROBE, steps: int = STEPS) -> Path:
-        """The undisturbed run of one rank, with a checkpoint of every step; made once."""
+        """The undisturbed run of one rank, with a checkpoint of every step; trained on the first call only."""
         key = (recipe, str(steps), *flags)
         with self._making_references:
             if key not in self._references:
@@ -101,7 +101,7 @@ class Runs:
             return self._references[key]
 
     def unisono(self, words: Sequence[str], folder: Path) -> str:
-        """Runs a command; returns what it printed. Raises if it fails, or if there is no time left."""
+        """Runs a command and returns its output. Raises Failed if it fails, and OutOfTime if no time is left."""
         if self.seconds_left <= 0:
             raise OutOfTime
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -119,7 +119,7 @@ class Runs:
         try:
             code = process.wait(limit)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # its ranks die with it
+            os.killpg(process.pid, signal.SIGKILL)  # the ranks of the process end with it
             process.wait()
             if limit < PATIENCE_S:
                 raise OutOfTime from None
@@ -163,7 +163,7 @@ class Runs:
 
 
 def compare_steps(folder: Path, reference: Path, steps: int) -> float:
-    """The largest difference of a loss or a metric in steps 1 to `steps`; each step must be there once."""
+    """The largest difference of a loss or a metric in steps 1 to `steps`; each step must be recorded once."""
     ours, theirs = step_lines(folder), step_lines(reference)[:steps]
     if [line["step"] for line in ours] != list(range(1, steps + 1)):
         raise Failed(f"metrics.jsonl does not contain each of {steps} steps once")
@@ -195,16 +195,16 @@ def compare_evaluations(folder: Path, reference: Path) -> float:
 
 def check_all_checkpoints(folder: Path, steps: int) -> None:
     """Raises unless every step has a checkpoint whose bytes match its manifest."""
-    found = list_steps(folder / "checkpoints")
-    if [number for number, _ in found] != list(range(1, steps + 1)):
-        raise Failed(f"{len(found)} checkpoints, expected {steps}")
-    for _, path in found:
+    saved = list_steps(folder / "checkpoints")
+    if [number for number, _ in saved] != list(range(1, steps + 1)):
+        raise Failed(f"{len(saved)} checkpoints, expected {steps}")
+    for _, path in saved:
         if (reason := validate(path)) is not None:
             raise Failed(f"{path.name}: {reason}")
 
 
 def largest_difference_in(printed: str, num_ranks: int) -> float:
-    """The largest difference in the table of `unisono verify`, over the runs with so many ranks."""
+    """The largest difference in the table of `unisono verify`, over the runs with `num_ranks` ranks."""
     rows = [[cell.strip() for cell in line.split("│")] for line in printed.splitlines() if "│" in line]
     ours = [row for row in rows if len(row) > 7 and row[1] == str(num_ranks)]
     if not ours or any(row[7] != "same" for row in ours):
@@ -237,7 +237,7 @@ def expect(condition: bool, otherwise: Callable[[], str]) -> None:
 
 
 def _difference(one: object, other: object) -> float:
-    """Relative to the larger of 1 and the second value; nan equals nan."""
+    """The difference relative to the larger of 1 and the second value; nan equals nan."""
     a, b = (float(value) for value in (one, other))  # type: ignore[arg-type]
     return 0.0 if a == b or (math.isnan(a) and math.isnan(b)) else abs(a - b) / max(1.0, abs(b))
 
@@ -247,6 +247,6 @@ def _nccl_log(folder: Path) -> Path:
 
 
 def _last_line(printed: str) -> str:
-    """The line that most likely tells why a run failed."""
-    told = [line for line in printed.strip().splitlines() if re.match("unisono: ", line)]
-    return (told or printed.strip().splitlines() or ["no output"])[-1][:300]
+    """The line of a run's output that most likely gives the reason of its failure."""
+    messages = [line for line in printed.strip().splitlines() if re.match("unisono: ", line)]
+    return (messages or printed.strip().splitlines() or ["no output"])[-1][:300]

@@ -1,4 +1,4 @@
-"""Compares the optimizers: memory, time, held-out loss, and whether ranks and shards give the same run.
+"""Compares the optimizers by memory, time and held-out loss, and checks that ranks and shards give the same run.
 
     python benchmarks/optimizers.py [--steps 300] [--output FOLDER]
 
@@ -29,7 +29,7 @@ from unisono import Loss, Recipe
 from unisono.checkpoint.load import load_whole
 
 HERE = Path(__file__).resolve().parent
-RATES = {  # from a small sweep; the three kinds of AdamW share one rate
+RATES = {  # learning rates from a small sweep; the three kinds of AdamW share one rate
     "adamw": 1e-3,
     "adamw8bit": 1e-3,
     "adamw4bit": 1e-3,
@@ -42,7 +42,7 @@ WITHOUT_SCHEDULE = ("schedule_free_adamw",)
 
 
 class Bytes(Dataset[Tensor]):
-    """Pieces of the documentation; every tenth is held out."""
+    """A dataset of pieces of the documentation; every tenth piece is held out."""
 
     def __init__(self, sequence: int, *, held_out: bool) -> None:
         pages = sorted((HERE.parent / "docs").glob("*.md"))
@@ -84,7 +84,7 @@ class Text(Recipe):
 
 
 def learned(name: str, steps: int, folder: Path) -> dict[str, Any]:
-    """Trains with one optimizer: held-out loss, bytes of state per weight, and milliseconds per step."""
+    """Trains with one optimizer; returns held-out loss, bytes of state per weight, and milliseconds per step."""
     schedule = {} if name in WITHOUT_SCHEDULE else {"lr_schedule": "cosine"}
     settings = {"optimizer": name, "learning_rate": RATES[name], "max_steps": steps, "eval_every": steps, **schedule}
     run = unisono.train(Text, **settings, gpus="0", save_every=0, output_dir=str(folder))

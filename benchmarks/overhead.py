@@ -1,4 +1,4 @@
-"""Overhead of unisono, Accelerate and Lightning Fabric over a hand-written loop.
+"""Measures the overhead of unisono, Accelerate and Lightning Fabric over a hand-written loop.
 
     python benchmarks/overhead.py [--device cuda] [--size gpt2] [--ranks 1,2] [--quick]
     python benchmarks/overhead.py --guard          # guarded steps (out-of-memory) on 2 ranks, next to plain DDP
@@ -33,7 +33,7 @@ from machine import depends_on, machine, versions, without_folders
 HERE = Path(__file__).resolve().parent
 NEEDS = {"accelerate": ["accelerate"], "fabric": ["lightning", "lightning_fabric"]}
 VARIANTS = ["hand", "unisono", "accelerate", "fabric", "hand again"]
-# unisono guards the first steps against out-of-memory (--guard_steps 3). These variants never or always guard.
+# unisono guards the first steps against out-of-memory (--guard_steps 3). The variants here guard no step, or all steps.
 GUARD = ["hand", "unisono", "never guarded", "always guarded", "hand again"]
 LAUNCHER_PREFIXES = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "ACCELERATE_")
 LAUNCHER_VARIABLES = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "UNISONO_JOB"}
@@ -49,7 +49,7 @@ class Case:
 
     @classmethod
     def parse(cls, words: str) -> Case:
-        """`1`: one process without DDP; `1ddp`: one process in DDP; `2` and more: that many processes in DDP."""
+        """Parses a case: `1` is one process without DDP, `1ddp` one process in DDP, `2` and more processes in DDP."""
         ranks = int(words.removesuffix("ddp"))
         return cls(ranks, ddp=ranks > 1 or words.endswith("ddp"))
 
@@ -65,7 +65,7 @@ class Variant:
     folder: Path
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
     pipes: list[Connection] = field(default_factory=list)
-    store: Any = None  # hosted here, as torchrun's agent does, to avoid guessing a port
+    store: Any = None  # the store runs in this process, as in torchrun's agent, to avoid guessing a port
     rounds_ms: list[float] = field(default_factory=list)
     rounds_busy_ms: list[float] = field(default_factory=list)
     peak_mib: float = 0.0
@@ -152,7 +152,7 @@ class Variant:
                 self._fail(f"exit status {process.returncode}")
 
     def _fail(self, why: str) -> None:
-        time.sleep(1)  # the last lines of its output
+        time.sleep(1)  # waits for the last lines of the output
         logs = [f"--- {log.name}\n{log.read_text(errors='replace')[-4000:]}" for log in self.folder.glob("*.log")]
         raise SystemExit("\n".join([f"{self.name}: {why}", *logs]))
 

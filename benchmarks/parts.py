@@ -81,5 +81,5 @@ def unisono(words: Sequence[str], patience_s: float) -> str:
 
 
 def verdict(met: bool) -> str:
-    """How a table reports whether a target was met."""
+    """The word with which a table reports whether a target was met."""
     return "met" if met else "**missed**"

@@ -1,11 +1,11 @@
-"""How long ranks take to resume from a checkpoint, and how many files each of them opens.
+"""Measures how long ranks take to resume from a checkpoint, and how many files each of them opens.
 
     PYTHONPATH=src python benchmarks/resume.py [--megabytes 600] [--ranks 1,8,64] [--real 8 --before OTHER_CHECKOUT/src]
 
 Writes a checkpoint of a sharded model with as many shards as ranks. Then each rank hashes its share of the files, reads
 their headers, plans what it loads and loads it. The ranks do this one after another in this process, without a network,
-so 64 of them need no 64 cores; their slowest is what a run with a core per rank would wait for. `--real` also starts
-that many real ranks of `unisono train`, of this version and of an older one, and watches them resume.
+so 64 ranks do not need 64 cores; a run with one core per rank would take as long as the slowest of them. `--real` also
+starts that many real ranks of `unisono train`, of this version and of an older one, and measures how they resume.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from unisono.checkpoint.shards import SHARDING_INFO, shard_name
 HERE = Path(__file__).resolve().parent
 LAYERS, SLOTS = 48, ("model.{}", "optimizer.{}.exp_avg", "optimizer.{}.exp_avg_sq")
 NAMES = [slot.format(f"blocks.{layer}.weight") for layer in range(LAYERS) for slot in SLOTS]
-STEPS = [f"optimizer.blocks.{layer}.weight.step" for layer in range(LAYERS)]  # not sharded: in rank 0's file
+STEPS = [f"optimizer.blocks.{layer}.weight.step" for layer in range(LAYERS)]  # not sharded: stored by rank 0
 
 opens: Counter[str] = Counter()
 
@@ -57,7 +57,7 @@ def rows_of(rank: int, world: int, rows: int) -> range:
 
 
 def write_checkpoint(folder: Path, world: int, width: int) -> Path:
-    """A checkpoint as `world` sharded ranks write it."""
+    """Writes a checkpoint like `world` ranks with sharded weights."""
     staging, shards = begin(folder, world), {}
     for rank in range(world):
         rows = rows_of(rank, world, width)
@@ -73,21 +73,21 @@ def write_checkpoint(folder: Path, world: int, width: int) -> Path:
 
 
 def targets(rank: int, world: int, width: int, mesh: DeviceMesh | None) -> dict[str, torch.Tensor]:
-    """What a rank loads."""
+    """The tensors that a rank loads."""
     local = torch.zeros(len(rows_of(rank, world, width)), width)
-    wanted: dict[str, torch.Tensor] = {name: torch.zeros(()) for name in STEPS}
+    tensors: dict[str, torch.Tensor] = {name: torch.zeros(()) for name in STEPS}
     for name in NAMES:
         part = torch.zeros_like(local)
-        wanted[name] = part
+        tensors[name] = part
         if mesh is not None:
-            wanted[name] = DTensor.from_local(
+            tensors[name] = DTensor.from_local(
                 part, mesh, [Shard(0)], run_check=False, shape=torch.Size((width, width)), stride=(width, 1)
             )
-    return wanted
+    return tensors
 
 
 def measure(folder: Path, world: int, width: int) -> dict[str, Any]:
-    """Resumes on each rank in turn; seconds of the slowest, and files that were opened."""
+    """Resumes on each rank in turn; returns the seconds of the slowest rank, and the number of files opened."""
     path = write_checkpoint(folder, world, width)
     files = read_manifest(path).files
     start = time.perf_counter()
@@ -95,27 +95,27 @@ def measure(folder: Path, world: int, width: int) -> dict[str, Any]:
     alone_s = time.perf_counter() - start
     ranks: list[dict[str, float]] = [{} for _ in range(world)]
     shares: list[dict[str, Any]] = []
-    for rank in range(world):  # first pass: what each rank sends to the others
+    for rank in range(world):  # first pass: computes the data that each rank sends to the others
         opens.clear()
         start = time.perf_counter()
         Examination(rank, world, lambda mine: shares.append(mine) or [_nothing(files), mine]).damage(path, files)
         ranks[rank] |= {"examine_s": time.perf_counter() - start, "examined": sum(opens.values())}
-    for rank in range(world):  # second pass: what it does with everything that it has received
+    for rank in range(world):  # second pass: each rank processes the data that it has received
         examination = Examination(rank, world, lambda mine: shares)
         examination._findings[path] = {name: finding for share in shares for name, finding in share.items()}
         mesh = None
         if world > 1:
             dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
             mesh = init_device_mesh("cpu", (world,))
-        wanted = targets(rank, world, width, mesh)
+        tensors = targets(rank, world, width, mesh)
         opens.clear()
         start = time.perf_counter()
         contents = examination.contents(path)
         planned = time.perf_counter()
-        load(path, wanted, group=None, world=1, contents=contents)
+        load(path, tensors, group=None, world=1, contents=contents)
         ranks[rank] |= {"plan_s": planned - start, "load_s": time.perf_counter() - planned}
         ranks[rank] |= {"loaded_from": len(opens), "loads": sum(opens.values())}
-        del wanted
+        del tensors
         if world > 1:
             dist.destroy_process_group()
         gc.collect()
@@ -135,14 +135,14 @@ def measure(folder: Path, world: int, width: int) -> dict[str, Any]:
 
 
 def _nothing(files: Any) -> dict[str, Any]:
-    """Findings of the ranks that have not been simulated: no damage."""
+    """The results of ranks that have not been simulated: they found no damage."""
     from unisono.checkpoint.examination import _Finding
 
     return dict.fromkeys(files, _Finding())
 
 
 def watch_real_ranks(source: Path, world: int, width: int, folder: Path) -> dict[str, Any]:
-    """Trains one step on `world` real ranks and resumes; what the ranks opened, and how long they took for it."""
+    """Trains one step on `world` real ranks and resumes; returns the number of files opened, and the time it took."""
     records = folder / "records"
     words = [sys.executable, "-m", "unisono", "train", f"{HERE / 'resume_recipe.py'}:Wide", "--nproc", str(world)]
     words += ["--strategy", "fsdp", "--output_dir", str(folder / "run"), "--width", str(width), "--gpus", "0"]

@@ -1,4 +1,4 @@
-"""The recipe of resume.py: a wide model whose ranks record which files of a checkpoint they open."""
+"""The recipe that resume.py trains: a wide model whose ranks record which files of a checkpoint they open."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _record(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 class Wide(Recipe):
-    """48 square layers."""
+    """A recipe whose model has 48 square layers."""
 
     defaults = {"batch_size": 1, "num_workers": 0, "tensorboard": False, "save_every": 0, "log_every": 1}
 
@@ -38,7 +38,7 @@ class Wide(Recipe):
         self.chosen = 0.0
 
     def model(self) -> nn.Module:
-        self.chosen = time.monotonic()  # the checkpoint is chosen before, and restored after the model is built
+        self.chosen = time.monotonic()  # the checkpoint is chosen before the model is built, and restored afterwards
         return nn.Sequential(*(nn.Linear(self.config.width, self.config.width, bias=False) for _ in range(48)))
 
     def dataset(self, split: str) -> Any:

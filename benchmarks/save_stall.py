@@ -1,12 +1,12 @@
-"""How long a checkpoint stalls training: a background save compared with a synchronous one.
+"""Measures how long a checkpoint stalls training, for a background save and for a synchronous save.
 
     PYTHONPATH=src python benchmarks/save_stall.py --parameters 1e9 [--device cuda] [--rounds 5] [--quick]
 
 A model with that many parameters is trained in float32 with AdamW (three numbers to save per parameter). unisono's own
-`Saver` writes it to a real disk, syncs it and reads it back. Interleaved: steps alone; a background save with steps
-until it is complete; a synchronous save. The stall of a background save is the time of its call plus the slow-down of
-the steps that run meanwhile. The first save of a run is measured separately, with and without pinned memory that is
-allocated in advance.
+`Saver` writes it to a real disk, syncs it and reads it back. Three measurements take turns: steps without a save; a
+background save with steps until it is complete; a synchronous save. The stall of a background save is the time of its
+call plus the slow-down of the steps that run meanwhile. The first save of a run is measured separately, with and
+without pinned memory that is allocated in advance.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Training:
 
 
 class Saves:
-    """Saves one training into one folder and keeps one checkpoint."""
+    """Saves the state of a training loop to one folder, which keeps one checkpoint."""
 
     def __init__(self, training: Training, folder: Path) -> None:
         self.training, self.folder, self.number, self.bytes = training, folder, 0, 0
@@ -123,7 +123,7 @@ class Saves:
         return seconds
 
     def background(self, saver: Saver, step_s: float) -> dict[str, float]:
-        """A background save, with steps until it is complete."""
+        """Times a background save, with training steps until the save is complete."""
         start = time.perf_counter()
         call = self.call(saver)
         number, steps_s = 0, 0.0
@@ -144,7 +144,7 @@ def measure(training: Training, folder: Path, rounds: int, alone_s: float) -> di
     saves.finish(saver)
     del saver
     if training.device.type == "cuda":
-        torch._C._host_emptyCache()  # otherwise the pinned memory of that saver would be reused
+        torch._C._host_emptyCache()  # frees the pinned memory of that saver, which would be reused otherwise
     saver = saves.saver(asynchronous=True)
     before = training.alone()
     start = time.perf_counter()

@@ -1,10 +1,10 @@
-"""What each part of a run costs on 8, 64, 512 and 4,096 ranks, measured or simulated on one machine without a GPU.
+"""Measures the cost of each part of a run on 8, 64, 512 and 4,096 ranks, on one machine without a GPU.
 
     python benchmarks/scaling.py --output benchmarks/results
 
-Most parts are functions of (rank, number of ranks): one process computes what one rank of 4,096 would. Messages between
-ranks are measured with ranks as threads of one process, which talk over gloo on the loopback interface, up to 64 ranks.
-Numbers beyond a measurement are extrapolated, and marked.
+Most parts are functions of (rank, number of ranks), so one process can do the work of one rank of 4,096. Communication
+is measured with up to 64 ranks, which are threads of one process connected by gloo over the loopback interface. Numbers
+for more ranks are extrapolated, and marked.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from unisono.observe.straggler import StragglerDetector
 RANKS = (8, 64, 512, 4096)
 SAMPLES = 10**9
 PER_RANK = 4  # samples per rank in a global batch
-TENSORS = 300  # of a checkpoint: weights, averages and optimizer state
-HEADERS = 100  # tensors per shard where every shard is a real file
+TENSORS = 300  # number of tensors in a checkpoint: weights, averages and optimizer state
+HEADERS = 100  # number of tensors per shard in the measurement that writes every shard to a real file
 THREADS = (8, 16, 32, 64)
 FLAGS = 5  # numbers in the exchange of a step
 
 
 def seconds(function: Callable[[], Any], at_least: float = 0.1) -> float:
-    """The fastest of several calls: another process may disturb any of them."""
+    """Seconds of the fastest of several calls, because other processes may slow down any of them."""
     times, until = list[float](), time.perf_counter() + at_least
     while len(times) < 3 or time.perf_counter() < until:
         began = time.perf_counter()
@@ -69,7 +69,7 @@ class Videos:
 
 
 def order() -> dict[str, Any]:
-    """The next micro-batch of a rank in the stream, for samples of one shape and of several."""
+    """Times the computation of a rank's next micro-batch, for samples of one shape and of several."""
     stream = Order(SAMPLES, seed=0)
     alike, shaped, peak = {}, {}, {}
     for world in RANKS:
@@ -119,20 +119,20 @@ def exchange(world: int, rounds: int = 30) -> tuple[float, float]:
 
 
 def agreement() -> dict[str, Any]:
-    """A ring: each of FLAGS numbers makes 2 (ranks - 1) hops, one after the other."""
-    found = {world: exchange(world) for world in THREADS}
+    """Times the exchange of flags. In a ring, each of FLAGS numbers makes 2 (ranks - 1) hops, one after the other."""
+    by_world = {world: exchange(world) for world in THREADS}
     largest = max(THREADS)
     return {
-        "create_s": {world: created for world, (created, _) in found.items()},
-        "exchange_s": {world: each for world, (_, each) in found.items()},
-        "hop_s": found[largest][1] / (2 * (largest - 1)),
+        "create_s": {world: created for world, (created, _) in by_world.items()},
+        "exchange_s": {world: each for world, (_, each) in by_world.items()},
+        "hop_s": by_world[largest][1] / (2 * (largest - 1)),
         # All ranks share this machine's cores, and each pair connects; a rank has ranks - 1 connections.
-        "connect_s": found[largest][0] / (largest * (largest - 1) / 2),
+        "connect_s": by_world[largest][0] / (largest * (largest - 1) / 2),
     }
 
 
 def planning(folder: Path) -> dict[str, Any]:
-    """The plan of one rank for its shard file, and what a plan for all ranks on rank 0 would cost."""
+    """Times one rank's plan for its shard file and, for comparison, a plan for all ranks on rank 0."""
     own, together, pickled = {}, {}, {}
     for world in RANKS:
         dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
@@ -161,7 +161,7 @@ def planning(folder: Path) -> dict[str, Any]:
 
 
 def _of_rank(plan: Any, rank: int) -> Any:
-    """The plan of another rank, whose rows are elsewhere."""
+    """Turns a plan into that of another rank, which holds other rows."""
     items = []
     for item in plan.items:
         chunk = replace(item.tensor_data.chunk, offsets=torch.Size([rank, 0]))
@@ -171,7 +171,7 @@ def _of_rank(plan: Any, rank: int) -> Any:
 
 
 def resume(root: Path) -> dict[str, Any]:
-    """Checks the list of files of a checkpoint and reads it, by one process; shards are small, so only files count."""
+    """Times how one process checks and reads a checkpoint. Only the number of files matters: shards are small."""
     from safetensors.torch import save_file
 
     size, check, read = {}, {}, {}
@@ -202,7 +202,7 @@ def resume(root: Path) -> dict[str, Any]:
 
 
 def logging() -> dict[str, Any]:
-    """What rank 0 does with the numbers of all ranks at a logged step, and at the end of an evaluation."""
+    """Times rank 0's work on the numbers of all ranks, at a logged step and at the end of an evaluation."""
     logged, evaluated = {}, {}
     numbers = {name: 12.345 for name in ("step_ms", "own_ms", "data_wait_ms", "comm_ms", "compute_ms", "mfu")}
     metrics = {f"metric{number}": [1.5, 100.0] for number in range(20)}
@@ -226,7 +226,7 @@ def logging() -> dict[str, Any]:
 
 
 def extrapolated(values: dict[int, float], world: int) -> tuple[float, bool]:
-    """The value for a number of ranks, linearly beyond the largest measured one; and whether it was measured."""
+    """The value for a number of ranks, extrapolated linearly if it was not measured; and whether it was measured."""
     if world in values:
         return values[world], True
     largest = max(values)

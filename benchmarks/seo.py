@@ -1,4 +1,4 @@
-"""Does a language model learn which page answers a query, and how fast compared with sentence-transformers?
+"""Measures how well a language model learns which page answers a query, and its speed next to sentence-transformers.
 
     python benchmarks/seo.py learning              # Debian's package descriptions: MiniLM, fine-tuned, plain and hard
     python benchmarks/seo.py speed                 # the same pairs and steps with sentence-transformers' trainer
@@ -32,7 +32,7 @@ BARS = {"MRR@10": 0.93, "minutes_cpu": 30.0, "minutes_gpu": 2.0, "times_cpu": 1.
 
 
 def devices() -> list[str]:
-    """Device flags of a run: one GPU if there is one, else two processes on the CPU."""
+    """The device flags of a run: one GPU if there is any, otherwise two processes on the CPU."""
     import torch
 
     return ["--gpus", "1", "--mixed_precision", "bf16"] if torch.cuda.is_available() else ["--nproc", "2"]
@@ -155,7 +155,7 @@ def write_pairs(file: Path, cache: Path, most: int | None) -> Path:
 
 
 def left_of(pairs: Path, run: Path) -> Path:
-    """The training pairs of a run, without the held-out ones."""
+    """The training pairs of a run, without the held-out pairs."""
     from unisono.recipes.seo.data.ranking_sets.ranking import read_ranking
     from unisono.recipes.seo.tasks.matching import load
 

@@ -91,9 +91,9 @@ def main() -> None:
     for _ in range(options.rounds):
         for form, words in FORMS.items():
             for side, source in (("before", options.before.resolve()), ("now", ROOT / "src")):
-                taken = measure(source, words)
-                result["seconds"][form][side].append({name: round(value, 2) for name, value in taken.items()})
-                print(f"{form}, {side}: {taken['wall_s']:.1f} s", flush=True)
+                seconds = measure(source, words)
+                result["seconds"][form][side].append({name: round(value, 2) for name, value in seconds.items()})
+                print(f"{form}, {side}: {seconds['wall_s']:.1f} s", flush=True)
     options.output.mkdir(parents=True, exist_ok=True)
     (options.output / "verify.json").write_text(json.dumps(result, indent=1) + "\n")
     (options.output / "verify.md").write_text(page(result))

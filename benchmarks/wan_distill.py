@@ -1,16 +1,16 @@
-"""Does a small Wan learn from a large one, and how fast is the large one's roll-out?
+"""Measures how well a small Wan learns from a large one, and how fast the large one generates roll-outs.
 
     python benchmarks/wan_distill.py learning            # two CPU ranks: the tiny teacher, four students, n = 432
     python benchmarks/wan_distill.py speed               # a GPU: roll-out of the 1.3B architecture, training
     python benchmarks/wan_distill.py learning --quick    # smoke test with a few steps; the numbers mean nothing
 
-learning: every run is a plain `unisono train`, including teacher and classifier. On held-out prompts and without
-guidance, does a classifier trained only on synthetic images recognise the colour and the shape of the prompt, and how
-far are the student's velocities from the guided teacher's?
+learning: every run is a plain `unisono train`, including teacher and classifier. Students generate samples of held-out
+prompts without guidance. A classifier that was trained only on synthetic images must recognise the colour and the shape
+of the prompt in them. The distance between the student's velocities and those of the guided teacher is measured too.
 
-speed: random weights. The teacher generates images of 512 x 512 through the recipe (batched, compiled) and through
-diffusers' pipeline (one call per prompt), in one process. Then a student of 122 M weights trains on the cache, and with
-the teacher online.
+speed: all models have random weights. The teacher generates images of 512 x 512 pixels with the recipe (batched,
+compiled) and with diffusers' pipeline (one call per prompt), in one process. Then a student of 122 M weights is trained
+on cached samples, and with the teacher online.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def learned(folder: Path) -> Row:
 
 
 def measured(recipe: Any, model: Any, batch_size: int = 96) -> Row:
-    """The same evaluation for an untrained model or one that another recipe trained."""
+    """Runs the evaluation of `learned` on an untrained model, or on a model that another recipe trained."""
     import torch
     from torch.utils.data import default_collate
 
@@ -195,7 +195,7 @@ def learning_table(result: Row) -> list[str]:
 
 
 def write_teacher(folder: Path, quick: bool) -> None:
-    """A pipeline with the transformer of the 1.3B model and a small text encoder of the right width."""
+    """Writes a pipeline with the transformer of the 1.3B model and a small text encoder of the right width."""
     import torch
     from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
     from transformers import T5TokenizerFast, UMT5Config, UMT5EncoderModel
@@ -254,7 +254,7 @@ def speed(options: argparse.Namespace, place: Path) -> Row:
     print(time.strftime("%H:%M:%S"), "pipeline:", result["rows"]["pipeline"], flush=True)
     PARTS.write(result, options)
 
-    # A student trains on the cache, and with the teacher online.
+    # A student is trained on cached samples, and with the teacher online.
     student = place / "student.json"
     sizes = {"num_attention_heads": 6, "attention_head_dim": 128, "ffn_dim": 3072, "num_layers": 12}
     student.write_text(json.dumps({"num_layers": 1} if options.quick else sizes))
@@ -280,7 +280,7 @@ def speed(options: argparse.Namespace, place: Path) -> Row:
 
 
 def by_pipeline(folder: Path, setup: Any, side: int, steps: int, device: str) -> list[float]:
-    """Seconds per image of diffusers' own pipeline, called for one prompt at a time, as scripts do."""
+    """Seconds per image of diffusers' own pipeline, which is called for one prompt at a time, as scripts do."""
     import torch
     from diffusers import WanPipeline
 

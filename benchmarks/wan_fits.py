@@ -48,7 +48,7 @@ def config_of(model: str, layers: int, quick: bool) -> Row:
 
 
 def size(config: Row, exact: bool = False) -> tuple[int, int]:
-    """Weights of one block and of the rest, counted on the meta device; `exact`: those that stay in 32 bit."""
+    """Weights of one block and of the rest, counted on the meta device; `exact`: only weights that stay in 32 bit."""
     import torch
     from diffusers import WanTransformer3DModel
 
@@ -65,7 +65,7 @@ def size(config: Row, exact: bool = False) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Fullest:
-    """GiB at the two moments of a step at which memory peaks."""
+    """Memory in GiB at the two moments of a step at which it peaks."""
 
     forward: float  # at the end of the forward pass: all activations that blocks store
     backward: float  # at the end of the backward pass: all gradients, and the activations of one block
@@ -81,17 +81,17 @@ class Fullest:
 class Whole:
     """Memory of a whole model, derived from measured cases with fewer blocks."""
 
-    def __init__(self, model: str, found: dict[tuple[str, str, str, int], Row], quick: bool) -> None:
+    def __init__(self, model: str, measured: dict[tuple[str, str, str, int], Row], quick: bool) -> None:
         from unisono.recipes.wan.models.load import CONFIGS
 
-        self.model, self.found, config = model, found, config_of(model, 30, quick)
+        self.model, self.measured, config = model, measured, config_of(model, 30, quick)
         self.layers, self.depths = CONFIGS[MODELS[model][0]]["num_layers"], MODELS[model][2]
         self.width = config["num_attention_heads"] * config["attention_head_dim"]
         self.block, self.rest = size(config)
         self.exact = size(config, exact=True)  # 32-bit weights that every rank holds unsharded
         self.is_trained = not MODELS[model][1]  # False for a LoRA: few trained weights, all others in 16 bit
         self.state, self.gradient = (12, 4) if self.is_trained else (2, 0)  # bytes per weight
-        self.copied = 2 if self.is_trained else 0  # in blocks that are not recomputed; not under fsdp
+        self.copied = 2 if self.is_trained else 0  # more bytes per weight of blocks that are not recomputed
 
     @property
     def weights(self) -> int:
@@ -104,7 +104,7 @@ class Whole:
         return int(self._cases(shape, "none")[0]["tokens"])
 
     def on_one(self, shape: str, recompute: str) -> Fullest:
-        """On one GPU: the measurements extrapolated to all blocks, and the derived value of the other moment."""
+        """Memory on one GPU: the measurement extrapolated to all blocks, and the value derived for the other moment."""
         few, each = self._cases(shape, recompute)[0]["gib"], self._each(shape, recompute)
         continued = few + (self.layers - self.depths[0]) * each
         if not self.is_trained:
@@ -116,11 +116,11 @@ class Whole:
         return Fullest(continued, self._with_gradients(self.layers) + one_block)
 
     def sharded(self, shape: str, recompute: str, gpus: int) -> Fullest:
-        """With fsdp: everything but the exact weights is sharded, including gradients and optimizer state.
+        """Memory with fsdp, which shards everything but the exact weights, including gradients and optimizer state.
 
-        During the backward pass of a block, a rank holds unsharded: its weights and gradients and the next block's
-        weights in 16 bit, the gradients of the block before in 32 bit, and the weights outside blocks in 16 bit. A
-        measured forward pass includes one block's gradients.
+        During the backward pass of a block, each rank holds unsharded, in 16 bit: the block's weights and gradients,
+        the next block's weights, and the weights outside blocks. It also holds the gradients of the block before in
+        32 bit. A measured forward pass includes one block's gradients.
         """
         one, exact = self.on_one(shape, recompute), self.layers * self.exact[0] + self.exact[1]
         away, outside = (self.weights - exact) * (1 - 1 / gpus) / GIB, 2 * (self.rest - self.exact[1]) / GIB
@@ -139,7 +139,7 @@ class Whole:
         fullest, gradients = self._fullest(shape, recompute, shards), self.gradient * self.weights / shards / GIB
         # From the second micro-batch on, gradients exist during the forward pass; ddp holds them twice.
         twice = gradients if gpus > shards else 0.0
-        averages = gradients  # EMA weights, in 32 bit too
+        averages = gradients  # the EMA weights take as much memory: 32 bit too
         return max(fullest.forward + gradients, fullest.backward + twice) + averages
 
     def flags(self, shape: str, gpus: int) -> str:
@@ -162,10 +162,10 @@ class Whole:
         return self._each(shape, recompute) < 1.01 * (self.state + self.gradient) * self.block / GIB
 
     def _cases(self, shape: str, recompute: str) -> list[Row]:
-        return [self.found[self.model, shape, recompute, depth] for depth in self.depths]
+        return [self.measured[self.model, shape, recompute, depth] for depth in self.depths]
 
     def _each(self, shape: str, recompute: str) -> float:
-        """GiB that each additional block adds."""
+        """Memory in GiB that each additional block adds."""
         few, more = self._cases(shape, recompute)
         return float(more["gib"] - few["gib"]) / (self.depths[1] - self.depths[0])
 
@@ -174,10 +174,10 @@ class Whole:
         return (self.state + self.gradient) * weights / GIB
 
     def _kept(self, shape: str, recompute: str) -> float:
-        """GiB of activations per block if gradients hide them: its input, or derived from the largest shape."""
+        """GiB of activations per block if gradients hide them, derived from the block's input or the largest shape."""
         if recompute == "all":
             return self.tokens(shape) * self.width * 2 / GIB
-        shapes = {shape for model, shape, *_ in self.found if model == self.model and not self.failed(shape, "none")}
+        shapes = {shape for model, shape, *_ in self.measured if model == self.model and not self.failed(shape, "none")}
         largest = max(shapes, key=self.tokens)
         copied = self.copied * self.block / GIB
         each = self._each(largest, "none") - self.state * self.block / GIB - copied
@@ -215,7 +215,7 @@ def fits(rows: list[Row]) -> list[str]:
 
 
 def cell(row: Row, name: str, gpu_gib: float) -> str:
-    """GiB; in italics if not measured (every 2nd block recomputed, sharded, or more than the GPU has)."""
+    """Formats GiB; in italics if not measured (every 2nd block recomputed, sharded, or more than the GPU has)."""
     if name not in row:
         return f"FAILED: {row[f'{name}_failed']}".replace("|", " ") if f"{name}_failed" in row else ""
     is_measured = name in RECOMPUTE and row[name] <= gpu_gib

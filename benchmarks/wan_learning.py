@@ -1,4 +1,4 @@
-"""Does `unisono train wan-flow --model_config tiny` learn what the captions say?
+"""Measures whether `unisono train wan-flow --model_config tiny` learns to generate what the captions say.
 
     python benchmarks/wan_learning.py                  # two CPU ranks: three seeds of images, one of videos
     python benchmarks/wan_learning.py --quick          # smoke test with a few steps; the numbers mean nothing

@@ -1,4 +1,4 @@
-"""How much memory does `unisono train wan-flow` need on a GPU?
+"""Measures the GPU memory that `unisono train wan-flow` needs.
 
     python benchmarks/wan_memory.py             # a GPU
     python benchmarks/wan_memory.py --quick     # smoke test on any machine; the numbers mean nothing
@@ -117,7 +117,7 @@ def _forget_first_peak() -> None:
 
     stepped = iter(range(1, 1000))
 
-    # Called once more than there are steps, when a skipped step creates the optimizer's state.
+    # Called once more than the number of steps, because a skipped step creates the optimizer's state.
     def count(*_: Any) -> None:
         if next(stepped) == 1 + FIRST and torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
@@ -207,7 +207,7 @@ def cases_in(scratch: Path, shapes: dict[str, tuple[int, int, int, int]], models
                     settings |= {"num_frames": frames, "height": height, "width": width, "gpus": "1"}
                     settings |= (
                         {} if quick else {"attention": "cudnn"}
-                    )  # fixed, because timing kernels next to other cases would be random
+                    )  # a fixed choice, because timings of kernels next to other cases would be random
                     tokens = batch * latent[1] * latent[2] * latent[3] // 4
                     case = {"model": model, "shape": shape, "recompute": recompute, "layers": layers, "tokens": tokens}
                     case["turn"] = turn
@@ -335,7 +335,7 @@ def main() -> int:
         measure(cases, options.room_gib, options.at_once, options.patience_s, so_far)
     import torch
 
-    # Not earlier: it initialises CUDA, which forked processes could not use.
+    # Called only here, because it initialises CUDA, which forked processes could not use.
     result |= {"machine": machine(), "versions": versions(PACKAGES)}
     result["gpu_gib"] = torch.cuda.mem_get_info()[1] / GIB if torch.cuda.is_available() else 0.0
     kept = ("model", "shape", "recompute", "layers", "tokens", "gib", "failed")

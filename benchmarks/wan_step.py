@@ -1,13 +1,14 @@
-"""How fast is a step of `unisono train wan-flow`, compared with the usual hand-written loop?
+"""Compares the step time of `unisono train wan-flow` with that of the usual hand-written loop.
 
     python benchmarks/wan_step.py                        # a GPU: the real 1.3B architecture, three shapes
     python benchmarks/wan_step.py --shapes 512x512x1     # one of them
     python benchmarks/wan_step.py --quick                # smoke test on any machine; the numbers mean nothing
 
-Random weights, a folder of random latents and embeddings, full fine-tuning: AdamW, bf16, clipping. Every variant runs
-in its own process, and variants take turns. unisono's variants are plain `unisono train` runs that share a compiler
-cache; their numbers come from metrics.jsonl. The loss curves of all variants of a shape are compared. MFU counts the
-model's own operations (without recomputation) against a measured 8192 × 8192 × 8192 bf16 product.
+Every variant trains all weights with AdamW, bf16 and clipping. It starts from random weights, and the data is a folder
+of random latents and embeddings. Variants run in separate processes and take turns. unisono's variants are plain
+`unisono train` runs that share a compiler cache; their numbers come from metrics.jsonl. The loss curves of all variants
+of a shape are compared. MFU counts the model's own operations (without recomputation) against a measured
+8192 × 8192 × 8192 bf16 product.
 """
 
 from __future__ import annotations
@@ -105,7 +106,10 @@ def ceiling() -> float:
 def run(
     words: list[str], environ: dict[str, str], cwd: Path, metrics: Path | None, steps: int, patience: float
 ) -> tuple[int, str, str]:
-    """Exit code, output and errors. A run with `metrics` is stopped after this many logged steps, before it saves."""
+    """Runs a command; returns exit code, output and errors.
+
+    A run with `metrics` is stopped after `steps` logged steps, before it saves.
+    """
     with (cwd / "out").open("w+") as out, (cwd / "err").open("w+") as err:
         process = subprocess.Popen(words, stdout=out, stderr=err, env=environ, cwd=cwd, start_new_session=True)
         ends, enough = time.monotonic() + patience, False
@@ -122,7 +126,7 @@ def run(
 
 
 def measure(variant: str, shape: Shape, data: Path, scratch: Path, model: str, patience: float) -> Row:
-    # One step more than is counted, because unisono logs one step late.
+    # Runs one more step than it counts, because unisono logs one step late.
     common = ["--batch_size", str(shape.batch), "--max_steps", str(shape.steps + 1), "--model_config", model]
     common += ["--learning_rate", "1e-5", "--shift", "3"]
     folder = Path(tempfile.mkdtemp(dir=scratch)) / "run"

@@ -1,4 +1,4 @@
-"""The usual hand-written loop to train Wan: Accelerate, diffusers, gradient checkpointing (see wan_step.py).
+"""Trains Wan with the usual hand-written loop: Accelerate, diffusers, gradient checkpointing (see wan_step.py).
 
     python benchmarks/wan_usual.py DATA --batch_size 16 --max_steps 12
 

@@ -1,4 +1,4 @@
-"""Several ranks carry one sample together: gradients, runs, resumes, memory and refusals, with one's own model."""
+"""Several ranks share one sample: gradients, runs, resumes, memory and refusals, with one's own model."""
 
 from __future__ import annotations
 
@@ -248,7 +248,7 @@ def test_a_group_counts_as_one_device_of_the_effective_batch(tmp_path: Path) -> 
     done = command("train", RECIPE, *flags.split(), "--output_dir", "run", cwd=tmp_path)
     assert done.code == 0, done.err
     assert "3 = 3 per group × 1 group × 1 accumulation" in done.err
-    assert "2, in groups of 2 that carry a sample together" in done.err
+    assert "2, in groups of 2 that share each sample" in done.err
     assert json.loads((tmp_path / "run/run.json").read_text())["global_batch"] == 3
 
 

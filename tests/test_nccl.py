@@ -98,7 +98,7 @@ def test_nccl_without_a_gpu_is_refused_in_one_line(
     flags: list[str], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device_plan, "visible_gpus", list)
-    with pytest.raises(ConfigError, match=f"^backend nccl needs a GPU, and .*{reason}; leave --backend out"):
+    with pytest.raises(ConfigError, match=f"^backend nccl needs a GPU, and .*{reason}; remove --backend"):
         device_plan.plan_devices(configure(Tiny, flags=["--backend", "nccl", *flags]))
 
 
@@ -116,7 +116,7 @@ def test_nccl_between_cpu_ranks_on_a_machine_with_gpus_is_refused_with_the_flag_
 def test_the_command_ends_with_2_and_writes_nothing(verb: str, tmp_path: Path) -> None:
     ended = command(verb, TINY, "--backend", "nccl", *(["--nproc", 2] if verb == "train" else []), cwd=tmp_path)
     assert ended.code == 2 and not any(tmp_path.iterdir())
-    assert ended.err.splitlines()[-1].endswith("leave --backend out: CPU ranks use gloo"), ended.err
+    assert ended.err.splitlines()[-1].endswith("remove --backend: CPU ranks use gloo"), ended.err
 
 
 def test_a_rank_of_another_launcher_is_refused_before_it_waits_for_the_others() -> None:

@@ -79,7 +79,7 @@ def test_extreme_settings_are_refused_before_any_work(bad: dict[str, Any], words
 
 def test_a_sample_beyond_the_positions_of_the_model_is_refused() -> None:
     check_positions([(16, 1, 64, 64)], {"rope_max_seq_len": 32, "patch_size": (1, 2, 2)}, 8)
-    with pytest.raises(ConfigError, match="exceeds this model's positions"):
+    with pytest.raises(ConfigError, match="too large for this model's rotary embedding"):
         check_positions([(16, 1, 64, 66)], {"rope_max_seq_len": 32, "patch_size": (1, 2, 2)}, 8)
 
 

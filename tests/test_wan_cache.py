@@ -326,11 +326,7 @@ def test_the_cache_holds_what_training_without_it_computes(tmp_path: Path, data:
         assert torch.equal(pad(models.text_encoder.encode([item["caption"]], LENGTH)[0], LENGTH), kept["text"])
         assert kept["index"] == item["index"] == index
     assert torch.equal(cache.text(""), pad(models.text_encoder.encode([""], LENGTH)[0], LENGTH))
-    assert (
-        cached.remarks
-        == live.remarks
-        == ["1 videos are shorter than the window, so their longest possible window is used: d"]
-    )
+    assert cached.remarks == live.remarks == ["1 video is shorter than num_frames and trained on fewer frames: d"]
 
 
 def test_every_distinct_caption_is_encoded_once_and_the_empty_one_always(
@@ -522,7 +518,7 @@ def test_precomputed_latents_and_embeddings_replace_encoding(tmp_path: Path, dat
 
 BAD_LATENTS = {
     "a latent of 48 channels, but the model takes 16": torch.randn(48, 1, 2, 2),
-    "a latent of 3 × 2; both must be divisible by 2": torch.randn(16, 1, 3, 2),
+    "has a latent of 3 × 2; both sides must be divisible by 2": torch.randn(16, 1, 3, 2),
     "a latent of shape": torch.randn(16, 2),
     "not finite": torch.full((16, 1, 2, 2), torch.nan),
     "torch.int64": torch.ones(16, 1, 2, 2, dtype=torch.int64),

@@ -76,7 +76,7 @@ EARLY: dict[str, tuple[dict[str, Any], str]] = {
     "a LoRA of another rank": ({"lora_path": "lora", "lora_rank": 4}, "has rank 3, which cannot change"),
     "layers beside those of a LoRA": ({"lora_path": "lora", "lora_targets": "to_k"}, "remove one of them"),
     "no such layers": ({"lora_rank": 2, "lora_targets": "to_x"}, "no linear layer's name ends in to_x"),
-    "too large": ({"height": 528, "width": 32}, "exceeds this model's positions"),
+    "too large": ({"height": 528, "width": 32}, "too large for this model's rotary embedding"),
     "odd sizes": ({"height": 520, "width": 32}, "height 520: this model needs a multiple of 16"),
     "too few pixels": ({"max_pixels": 100}, "max_pixels 100"),
     "a first frame for a model without": ({"first_frame": 0.5}, "only TI2V models"),

@@ -87,12 +87,13 @@ def test_single_frames_and_loras_on_random_weights_are_reported(root: Path, tmp_
     made.prepare(Work(tmp_path))
     made.dataset("train")
     videos = len([file for file in (root / "data").iterdir() if file.suffix == ".mp4"])
-    assert videos > 1 and sum(f"{videos} videos give a single frame only" in remark for remark in made.remarks) == 1
+    text = f"uses a single frame of each video ({videos} videos)"
+    assert videos > 1 and sum(text in remark for remark in made.remarks) == 1
     assert sum("training a LoRA on random weights" in remark for remark in made.remarks) == 1
     made = recipe(root, root / "2.1", lora_rank=2)
     made.prepare(Work(tmp_path / "other"))
     made.dataset("train")
-    assert not any("frame" in remark or "LoRA" in remark for remark in made.remarks)
+    assert not any("single frame" in remark or "LoRA" in remark for remark in made.remarks)
 
 
 def test_a_dataset_is_opened_once_for_all_previews(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ Backend = Literal["auto", "gloo", "nccl"]
 _NCCL = "cpu:gloo,cuda:nccl"
 SLOW = (
     "backend nccl between ranks that share a GPU: all data goes over sockets, which is slow and meant for tests; "
-    "leave --backend out to train"
+    "remove --backend to train"
 )
 
 
@@ -49,7 +49,7 @@ def choose_backend(
     `gpus_are_shared`: two ranks of the run, not necessarily this one, use the same GPU.
     """
     if requested == "nccl" and not on_gpu:
-        raise ConfigError(f"backend nccl needs GPUs, and rank {rank} has none; leave --backend out: CPU ranks use gloo")
+        raise ConfigError(f"backend nccl needs GPUs, and rank {rank} has none; remove --backend: CPU ranks use gloo")
     if requested == "gloo" or not on_gpu or (requested == "auto" and gpus_are_shared):
         return GroupBackend("gloo")
     if not gpus_are_shared:

@@ -46,8 +46,8 @@ def plan_batch(
 ) -> BatchPlan:
     """Plans the batch of an optimizer step.
 
-    `requested_devices` is the number that the user asked for, if fewer are available; `stored` is the effective batch
-    of a resumed run. In both cases accumulation adapts and the effective batch stays the same.
+    `requested_devices` is the number of devices that the user requested, if fewer are available; `stored` is the
+    effective batch of a resumed run. In both cases accumulation adapts and the effective batch stays the same.
     """
     plan = _plan(settings, explicit, devices, max(devices, requested_devices or devices), stored)
     if plan.global_batch > LARGEST_BATCH:
@@ -112,7 +112,7 @@ def overruled(settings: BatchSettings, explicit: Callable[[str], bool], devices:
 
 
 def with_micro_batch(plan: BatchPlan, requested: int | str | None, known_to_fit: int, *, on_gpu: bool) -> BatchPlan:
-    """The plan with the micro-batch of the settings (`requested`), limited to the size `known_to_fit` (0: unknown)."""
+    """The plan with the `requested` micro-batch size, but at most `known_to_fit` samples (0 if no size was tried)."""
     size = plan.micro_batch
     if isinstance(requested, int):
         size = requested

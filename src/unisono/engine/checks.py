@@ -180,7 +180,7 @@ def _check_blocks_on_host(settings: Settings) -> None:
         instead = "" if strategy == "dp" else "; use fsdp_cpu_offload"
         raise ConfigError(f"blocks_on_host works with strategy single and ddp, not with {strategy}{instead}")
     if shard_size != "auto":
-        raise ConfigError(f"blocks_on_host works without fsdp, and shard_size {shard_size} needs it; remove one")
+        raise ConfigError(f"blocks_on_host does not work with fsdp, and shard_size {shard_size} needs it; remove one")
 
 
 def _check_context_settings(settings: Settings) -> None:

@@ -67,7 +67,7 @@ class Evaluation:
                 # A forward pass without backward leaves gathered weights behind, even if it failed.
                 failure, stopped = self._over_data(loader, step, sums, metrics)
             self._strategy.weights_changed()
-            if stopped or failure:  # also metrics that a failed batch has updated but not returned
+            if stopped or failure:  # this includes metrics that a failed batch has updated but not returned
                 for metric in [*metrics.values(), *_metrics_in(vars(self._recipe))]:
                     metric.reset()
             if stopped:
@@ -95,7 +95,7 @@ class Evaluation:
                 failure = self._over_batch(micro, step, sums, metrics)
             else:
                 self._heartbeat.at("evaluate", step)
-        self._heartbeat.at("evaluate", step)  # shows hang detection that this rank has finished its data and waits
+        self._heartbeat.at("evaluate", step)  # tells hang detection that this rank has finished its data and waits
         if exchange is not None and exchange.read()["stop"]:
             return False, True
         agreed = self._agreement.start({"oom": failure is not None, "bad": len(bad)}).read()
@@ -180,7 +180,7 @@ class Evaluation:
             )
         for name, value in returned.items():
             if _is_metric(value):
-                if weight:  # other metrics are copies
+                if weight:  # with weight 0, metrics are discarded copies
                     metrics[name] = value
                 continue
             if not isinstance(value, tuple) or len(value) != 2:
@@ -199,7 +199,7 @@ class Evaluation:
 
     def _over_ranks(self, sums: dict[str, Tensor]) -> dict[str, float | list[float]]:
         mine = {name: pair.tolist() for name, pair in sums.items()}
-        by_rank = self._agreement.all_gather(mine)  # by name: ranks may have seen different metrics
+        by_rank = self._agreement.all_gather(mine)  # gathered by name, because ranks may have different metrics
         names = sorted({name for sums_of_rank in by_rank for name in sums_of_rank})
         means: dict[str, float | list[float]] = {}
         for name in names:
@@ -219,7 +219,7 @@ class Evaluation:
         whole: dict[str, Any] = {}
         for part in self._agreement.all_gather(mine):
             for name, metric in part.items():
-                metric.sync_on_compute = metric._to_sync = False  # compute() reads the second, a copy of the first
+                metric.sync_on_compute = metric._to_sync = False  # compute() reads only _to_sync
                 if name in whole:
                     whole[name].merge_state(metric)
                 else:
@@ -238,7 +238,7 @@ def _other_length(name: str, *shapes: torch.Size) -> str:
 
 
 def _with_copied_metrics(recipe: Recipe) -> Recipe:
-    """The recipe with copies of its metrics: updates by a batch that does not count go to the copies."""
+    """A recipe with copies of the metrics, so that a batch that does not count leaves the originals unchanged."""
     copied = copy.copy(recipe)
     for name, value in vars(recipe).items():
         if next(_metrics_in(value), None) is not None:
@@ -247,7 +247,7 @@ def _with_copied_metrics(recipe: Recipe) -> Recipe:
 
 
 def _metrics_in(value: Any) -> Iterator[Any]:
-    """torchmetrics objects among a recipe's attributes, including short lists and mappings; long ones hold data."""
+    """torchmetrics objects in a recipe's attributes and in short lists and mappings; long ones contain data instead."""
     if _is_metric(value):
         yield value
     elif isinstance(value, Mapping | nn.ModuleDict | list | tuple | nn.ModuleList) and len(value) <= _MANY:

@@ -112,7 +112,7 @@ def load_trained(
         fill(model, _SavedWeights(state, initial))
     if keep_dtype and resolved.values["dtype"] == "float64":
         cast_weights(model, torch.float64)
-    # Layers that the run converted have no weight in its files, so the checkpoint stores their codes.
+    # A layer that the run quantised itself has no weight in any file, so the checkpoint stores its quantised weight.
     converted = [name.removesuffix(f".{SCALES}") for name in state if name.endswith(f".{SCALES}")]
     if recipe.base_precision != "auto":
         quantize(model, check_names(model, converted, str(checkpoint)), recipe.base_precision)
@@ -199,7 +199,7 @@ def _module_paths(name: str) -> Iterator[Path]:
 
 
 def _find(run: Path, step: str | None, identity: dict[str, Any]) -> Path:
-    """The valid checkpoint of a step: a number, "best", or the newest one."""
+    """The checkpoint to export, which must be valid; `step` is a number, "best" or "newest" (as is None)."""
     checkpoints = run / "checkpoints"
     if step in (None, "newest"):
         path, skipped = newest_valid(checkpoints, identity)
@@ -227,7 +227,7 @@ def _load_state(model: nn.Module, state: dict[str, Tensor], not_saved: set[str])
     saved = {name: tensor.to(own[name].dtype) if name in own else tensor for name, tensor in state.items()}
     try:
         missing, unexpected = model.load_state_dict(saved, strict=False)
-    except RuntimeError as error:  # other shapes
+    except RuntimeError as error:  # weights have other shapes
         reason = " ".join(str(error).split())[:300]
         raise UserError(f"the checkpoint does not match the recipe's model: {reason}") from None
     filled = {own[name].data_ptr() for name in saved if name in own}

@@ -44,7 +44,7 @@ class Feed:
         return next(self._loader)
 
     def begin(self, plan: BatchPlan) -> None:
-        """Starts reading at the next sample in micro-batches of the plan; drops what workers have prefetched."""
+        """Starts reading at the next sample in micro-batches of the plan; drops prefetched batches."""
         self.close()
         self._loader = self._read(self._cursor(plan), self._settings)
 

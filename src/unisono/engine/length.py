@@ -21,7 +21,7 @@ class Result:
     """The result of a run."""
 
     folder: Path
-    status: str  # "done", or "stopped" by a signal: the same command continues
+    status: str  # "done", or "stopped" by a signal, in which case the same command continues the run
     step: int
     metrics: dict[str, Any]
 

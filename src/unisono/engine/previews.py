@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # avoids a circular import
     from unisono.engine.recorder import Recorder
 
 TOO_LARGE = "previews_left_out.json"
-"""The file in a run folder that records that previews do not fit into memory. Delete it to draw them again."""
+"""The file in a run folder that records that previews do not fit into memory. Delete it to draw previews again."""
 
 
 class PreviewSkipped(Exception):
@@ -41,10 +41,10 @@ class PreviewSkipped(Exception):
 
 
 class Drawing:
-    """One preview, which either all ranks draw or none of them."""
+    """Draws a preview on all ranks, or on none of them if it does not fit into memory."""
 
     def __init__(self, placement: Placement, needs_all_ranks: bool, agreement: Agreement, run_folder: Path) -> None:
-        """`needs_all_ranks`: a forward pass waits for other ranks, because the model or a sample is divided."""
+        """`needs_all_ranks`: whether forward passes wait for other ranks, because the model or a sample is divided."""
         self._placement, self._needs_all_ranks = placement, needs_all_ranks
         self._agreement, self._run_folder = agreement, run_folder
 
@@ -87,7 +87,7 @@ class Drawing:
             if not is_out_of_memory(error):
                 raise
             failure = in_one_line(error)
-        # After the except block, so that the frames that held the tensors are freed.
+        # Done after the except block, which has freed the frames that held the tensors.
         if self._placement.device.type == "cuda":
             torch.cuda.empty_cache()
         if self._needs_all_ranks:
@@ -96,7 +96,7 @@ class Drawing:
         return None, failure
 
     def _gather(self, failure: str | None, results: Any) -> list[Any]:
-        """Gathers the results of all ranks. A rank that failed joins the next gather that the others reach."""
+        """Gathers the results of all ranks. A rank that failed joins the next gather of the other ranks."""
         answers = self._agreement.all_gather((failure, results))
         for rank, (why, _) in enumerate(answers):
             if why is not None:
@@ -147,7 +147,7 @@ def _write(path: Path, name: str, value: Any) -> None:
 def draw_preview(run: TrainingRun, step: int, recorder: Recorder) -> None:
     """Draws the preview of step `step` on all ranks; skips one that does not fit into memory."""
     recipe, strategy, settings, folder = run.components.recipe, run.components.strategy, run.settings, run.folder
-    # The same seed on every rank: with a sharded model, all ranks must make the same number of forward passes.
+    # Seeds all ranks alike: with a sharded model, all ranks must make the same number of forward passes.
     seed_everything(key_of(Purpose.PREVIEW, settings.run.seed, step), strategy.placement.devices)
     needs_all_ranks = strategy.sharded or strategy.placement.context > 1
     drawing = Drawing(strategy.placement, needs_all_ranks, run.rank.agreement, folder.path)

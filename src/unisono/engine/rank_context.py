@@ -1,4 +1,4 @@
-"""This rank and its connections: to the other ranks, to stop requests, and to hang detection."""
+"""This rank with its connections to the other ranks, to stop requests and to hang detection."""
 
 from __future__ import annotations
 

@@ -60,11 +60,11 @@ class Work:
     """Whether progress() draws a bar on this process's stderr; else it sends plain lines to message()."""
 
     def meet(self) -> bool:
-        """A barrier: waits for all processes. If it returns True, the run is stopping: return from prepare() then."""
+        """A barrier: waits for all processes. Returns True if the run is stopping; then return from prepare()."""
         return any(self.gather(self.stopping))
 
     def gather(self, value: Any) -> list[Any]:
-        """All-gathers a plain object: returns the values of all processes, the main one first. All must call it."""
+        """All-gathers a plain object: returns the values of all processes, which must all call this, in rank order."""
         return self._gather(value)
 
     def message(self, text: str) -> None:
@@ -140,7 +140,7 @@ class Recipe:
     """Number of samples per optimizer step across all ranks; set by the engine before it calls model()."""
 
     shards: RowShards | None = None
-    """How the weights are sharded across ranks; set before optimizer(). Pass it to an optimizer of `unisono.optim`."""
+    """The sharding of the weights across ranks, for optimizers of `unisono.optim`; set before optimizer() is called."""
 
     clock: Clock = Clock()
     """The current step, the same on every rank: `self.clock.step`, and `self.clock.progress` from 0 to 1.
@@ -154,10 +154,10 @@ class Recipe:
 
     @cached_property
     def context(self) -> Context:
-        """The ranks that carry a sample together; set by the engine before it calls model(), which passes it on.
+        """The ranks that share each sample; the engine sets it before it calls model(), which passes it to the model.
 
-        All of them get the same batches. loss() and evaluate() return the sums of whole samples, the same on each of
-        these ranks: gather the model's output, or add up sums over a rank's own tokens with `self.context.sum()`.
+        All of these ranks get the same batches. On each of them, loss() and evaluate() must return the same sums, over
+        whole samples: gather the model's output, or sum over each rank's own tokens and use `self.context.sum()`.
         """
         from unisono.parallel.context import Context
 
@@ -167,11 +167,13 @@ class Recipe:
     """Whether the run computes in 16 bit on a GPU with flash attention; the engine sets it before it calls model()."""
 
     base_precision: str = "auto"
-    """The setting base_precision; the engine sets it before it calls prepare(). It converts model() and frozen()."""
+    """The setting base_precision, set before prepare(). The engine quantises the modules of model() and frozen()."""
 
     has_frozen_weights: bool | None = None
-    """Whether base_precision has weights to convert. False rejects the setting before prepare(); None: the engine looks
-    at model() and frozen(); True: also if it finds none there, because the recipe converts weights itself."""
+    """Whether there are frozen weights for base_precision to quantise. None: the engine looks at model() and frozen().
+
+    False: the engine rejects base_precision before prepare(). True: the recipe may quantise weights itself, so the
+    engine accepts the setting even if it finds no frozen weights."""
 
     many_shapes: ClassVar[bool] = False
     """Whether batches have many shapes; attention then avoids cuDNN, which is slow for each new shape."""
@@ -193,7 +195,7 @@ class Recipe:
     """The folder that prepare() wrote to, for use in model() and dataset(); also set when a run is exported."""
 
     remarks: Sequence[str] = ()
-    """Notes for the user, printed once at the start of the run; dataset() and model() may set it."""
+    """Notes for the user, printed once at the start of the run; dataset() and model() may set them."""
 
     def __init__(self, config: Any) -> None:
         self.config = config
@@ -258,8 +260,8 @@ class Recipe:
     def model(self) -> nn.Module:
         """The module to train, on the CPU or on the meta device. It may hold several modules.
 
-        With several ranks and a model of more than 64 MiB, only rank 0 calls it as it is; the others call it with the
-        meta device as torch's default device. If that fails there, they call it once more without it.
+        With several ranks and a model of more than 64 MiB, only rank 0 builds the model on the CPU; the other ranks
+        call model() with meta as torch's default device. If that fails, they call it again and build it on the CPU too.
         """
         raise NotImplementedError
 
@@ -276,7 +278,7 @@ class Recipe:
         return ()
 
     def frozen_linears(self, part: str, module: nn.Module) -> Sequence[str] | None:
-        """Names of the frozen linear layers that base_precision converts; None: all that are in repeated blocks.
+        """Names of the frozen linear layers that base_precision converts; None: all in repeated blocks.
 
         `part` is "model" for the module of model(), otherwise a name in frozen().
         """
@@ -303,7 +305,7 @@ class Recipe:
 
     @property
     def coupled(self) -> bool:
-        """Whether the loss compares samples with each other: the recipe then has embed() and couple(), no loss()."""
+        """Whether the loss compares samples with each other: embed() and couple() then replace loss()."""
         return type(self).couple is not Recipe.couple or self.couples_by_rows
 
     @property
@@ -328,13 +330,14 @@ class Recipe:
     def couple_rows(self, rows: Mapping[str, Tensor], start: int, stop: int) -> Loss:
         """The part of the loss that belongs to the rows start to stop, compared with all rows; replaces couple().
 
-        Total, count and metrics of the parts must add up to those of all rows. Each rank then computes its share of the
-        rows only, at most a micro-batch at a time: B samples on N ranks need B / N x B numbers at most, not B x B.
+        Total, count and metrics of the parts must add up to those of all rows. Each rank then computes only its share
+        of the rows, at most a micro-batch at a time. The matrix of B samples on N ranks has at most B / N x B elements,
+        instead of B x B.
         """
         raise NotImplementedError
 
     def flops(self, batch: Any) -> float | None:
-        """Floating-point operations of forward and backward of a batch, without recomputation; None: count them.
+        """Floating-point operations of forward and backward of a batch, without recomputation; None: torch counts them.
 
         It may depend on the shapes of the batch only. Define it if the model launches kernels of its own or is
         compiled: the engine counts PyTorch's operations only. A multiply-add counts as two operations.
@@ -369,11 +372,10 @@ class Recipe:
         return {}
 
     def sharded(self) -> Mapping[str, tuple[Weights, Sequence[str]]]:
-        """The modules of frozen() that are built on meta and sharded: each rank holds a shard and gathers blocks on
-        demand.
+        """The modules of frozen() that are on the meta device and are to be sharded across ranks.
 
-        Maps a module's name to (the source of its weights, the names of weights that every rank holds whole, in their
-        own dtype).
+        Maps a module's name to the source of its weights and the names of weights that every rank holds whole, in
+        their own dtype. Each rank holds a shard and gathers each block when it computes with it.
         """
         return {}
 

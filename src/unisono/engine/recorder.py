@@ -24,7 +24,7 @@ from unisono.observe.trackers import Tracker, curve_summaries, open_trackers
 from unisono.observe.training_line import TrainingLine
 
 MAX_RANKS_LISTED = 64
-"""Up to this many ranks, metrics.jsonl lists the numbers of each; beyond it a line would grow to kilobytes."""
+"""Up to this many ranks, metrics.jsonl lists the numbers of each rank; with more, a line would take kilobytes."""
 _BY_RANK = ("step_ms", "own_ms", "data_wait_ms", "comm_ms", "compute_ms", "mfu", "gpu_util", "gpu_power_w")
 _MEANS = ("comm_ms", "compute_ms", "mfu", "gpu_util", "gpu_power_w")
 _SLOW_S = 10.0
@@ -64,7 +64,7 @@ class Recorder:
                     tracker.log(step, numbers)
 
     def measure_flops(self, flops: FlopMeter) -> None:
-        """Makes the recorder log `mfu` from these counts."""
+        """Makes the recorder compute and log `mfu` from the counts of `flops`."""
         self._flops = flops
 
     def step(self) -> AbstractContextManager[Any]:
@@ -126,7 +126,7 @@ class Recorder:
             "world": self._placement.world,
             "skipped": skipped,
         }
-        if timing:  # otherwise there was no step since the last record, on any rank
+        if timing:  # empty if no rank has done a step since the last record
             numbers = self._device_numbers(timing)
             record |= numbers
             if self._placement.world > 1:
@@ -145,7 +145,7 @@ class Recorder:
         return record
 
     def _device_numbers(self, timing: Mapping[str, float]) -> dict[str, float]:
-        """This rank's own numbers of the interval: compute time, utilization of its device, power."""
+        """This rank's measurements since the last record: compute time, utilization and power of its device."""
         numbers = dict(timing)
         if "comm_ms" in timing:
             compute = timing["step_ms"] - timing["data_wait_ms"] - timing["comm_ms"]
@@ -158,7 +158,7 @@ class Recorder:
     def _over_ranks(self, numbers: Mapping[str, float], step: int) -> dict[str, Any]:
         """Gathers each rank's numbers on the main rank: their means, their lists, and the slowest rank."""
         mine = {name: round(numbers[name], 3 if name.endswith("_ms") else 4) for name in _BY_RANK if name in numbers}
-        ranks = self._agreement.gather(mine)  # between hosts, without the GPU
+        ranks = self._agreement.gather(mine)  # exchanged between the hosts, without waiting for the GPU
         if ranks is None:
             return {}
         lists = {name: [each.get(name) for each in ranks] for name in _BY_RANK if any(name in each for each in ranks)}
@@ -168,7 +168,8 @@ class Recorder:
             if values:
                 means[name] = sum(values) / len(values)
         waits, computing, owns = ([each[name] for each in ranks] for name in ("data_wait_ms", "compute_ms", "own_ms"))
-        # A sharded model's forward pass makes ranks wait for each other unseen: only what precedes it can differ.
+        # In a sharded model's forward pass, ranks wait for each other inside collectives, and the wait counts as
+        # compute time. Only the time before the forward pass can differ between ranks.
         if not self._sharded:
             owns = [compute + wait for compute, wait in zip(computing, waits, strict=True)]
         straggler = self._stragglers.check(owns, waits)
@@ -207,16 +208,16 @@ class Recorder:
                 for tracker in self._trackers:
                     tracker.show(step, path)
         except OSError as error:
-            if error.errno is None:  # not an error of the disk: an image that its file format cannot hold
+            if error.errno is None:  # not a disk error, but an image that the file format cannot store
                 raise
-            # A full disk: as with a checkpoint, the next one may succeed.
+            # A full disk must not end the run: as with checkpoints, the next preview may succeed.
             self._folder.event("preview_left_out", step=step, rank=0, error=str(error))
             self.message(f"step {step}: preview skipped, because it cannot be written: {error}")
 
     def set_total_steps(self, step: int, until: str = "") -> None:
         """Sets the total that the progress line shows, for a caller that drives the run and changes its length.
 
-        `until` names what ends there ("in this epoch"), if it is not the run.
+        `until` says what the total refers to if not to the run, such as "in this epoch".
         """
         self._progress.total, self._progress.until = step, until
 

@@ -89,10 +89,10 @@ def extra_of(components: Components) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class FileChecks:
-    """How the files of checkpoints are examined: on this process, or on all ranks together."""
+    """Functions that examine the files of checkpoints, on this process alone or on all ranks together."""
 
     damage: Damage
-    contents: Callable[[Path], Contents]  # of a checkpoint whose files are undamaged
+    contents: Callable[[Path], Contents]  # reads the contents of a checkpoint whose files are undamaged
 
     @classmethod
     def local(cls) -> FileChecks:
@@ -143,7 +143,7 @@ def run_id(record: Mapping[str, Any] | None, folder: Path, checkpoint: Path | No
 def newest_usable(
     folder: Path, identity: Mapping[str, Any], checks: FileChecks
 ) -> tuple[Path | None, list[tuple[Path, str]]]:
-    """The newest complete checkpoint of a run with the contents of one, and (path, reason) of what was skipped."""
+    """The newest valid checkpoint of a run, and (path, reason) of each newer checkpoint that was skipped."""
     return newest_valid(folder, identity, lambda path: why_unusable(path, checks.contents), damage=checks.damage)
 
 
@@ -171,7 +171,7 @@ def named_checkpoint(path: Path, identity: dict[str, Any], checks: FileChecks | 
 
 
 def why_unusable(path: Path, contents: Callable[[Path], Contents]) -> str | None:
-    """Why an undamaged checkpoint does not have the contents of a run; None if it does."""
+    """The reason why a run cannot resume from a checkpoint whose files are undamaged; None if it can."""
     try:
         read_state(path)
         contents(path)
@@ -201,7 +201,7 @@ def _state_in(extra: Mapping[str, Any]) -> tuple[TrainState, dict[str, dict[str,
 
 
 def why_incompatible(contents: Contents, components: Components) -> str | None:
-    """Why a checkpoint does not fit the model, by the headers of its files and its state; None if it fits."""
+    """The reason why a checkpoint does not fit the model, by its file headers and its state; None if it fits."""
     try:
         extra = read_state(contents.path)
         if _state_in(extra)[0].global_batch != components.state.global_batch:
@@ -254,7 +254,7 @@ class _Targets:
 
 def _check_optimizer_class(path: Path, extra: Mapping[str, Any], class_name: str) -> None:
     """Rejects the state of another optimizer. A recipe's optimizer() may return another class than before."""
-    saved = extra.get("optimizer_class", class_name)  # older checkpoints do not store it
+    saved = extra.get("optimizer_class", class_name)  # older checkpoints do not store the class
     if not isinstance(saved, str):
         raise CheckpointError(f"{path} cannot be loaded: state.json names no class of optimizers")
     if saved != class_name:

@@ -63,7 +63,7 @@ class TrainState:
         if state.loss_scale is not None and state.loss_scale["value"] <= 0:
             raise CheckpointError(f"the state's loss scale cannot be {state.loss_scale['value']}")
         if state.best is not None and not _is_best(state.best):
-            raise CheckpointError("the state's 'best' cannot be this dict")
+            raise CheckpointError("the state's 'best' is not the record of a best checkpoint")
         return state
 
 

@@ -82,10 +82,9 @@ class Trainer:
             batch,
             self.state,
             self._folder.path,
-            # Only if a failed trial costs nothing; under some strategies it costs a restart.
+            # The size may rise only if a failed trial costs nothing; under some strategies it costs a restart.
             may_rise=settings.micro_batch == "auto" and strategy.guardable,
-            # If the checkpoint has no size, the plan's size is the one that the previous attempt stored after it
-            # failed.
+            # If the checkpoint stores no size, the plan's size is the one that a failed attempt left for this one.
             largest=largest if self.state.micro_batch else min(largest, batch.micro_batch),
         )
 
@@ -107,7 +106,7 @@ class Trainer:
         except OutOfMemoryHere as error:
             self._saver.let_finish(_LAST_SAVE_S)
             raise self._next_attempt(error) from None
-        except Exception:  # the save threads of other ranks need this rank's: finish a save in progress
+        except Exception:  # the save threads of other ranks wait for this rank's thread: finish a save in progress
             self._saver.let_finish(_LAST_SAVE_S)
             raise
 
@@ -146,7 +145,7 @@ class Trainer:
                 requests = self._step_once()
             except OutOfMemoryTogether as error:
                 self._shrink(error)
-                continue  # the same samples again, in smaller micro-batches
+                continue  # computes the same samples again, in smaller micro-batches
             evaluates = self._due(settings.eval.eval_every) or self._due(settings.eval.preview_every)
             if self._due(settings.save.save_every):
                 self.state.owes_evaluation = evaluates  # evaluation is the recipe's code and may fail
@@ -241,7 +240,7 @@ class Trainer:
         searches = self.settings.batch.micro_batch == "auto" and not self.state.micro_batch
         if not strategy.can_try_out:
             if searches:
-                text = f"nothing can be tried here; starting with {size} samples, and with fewer if they do not fit"
+                text = f"cannot try sizes here; starting with {size} samples, and with half as many if they do not fit"
                 self._recorder.message(f"micro_batch auto: {text}")
             return
         if searches:
@@ -298,7 +297,7 @@ class Trainer:
         self._recorder.add_step(report)
         self.on_report(report)
         check_measured(self.components.recipe, self.settings, self._step.measured)
-        self._recorder.first_step_done()  # the first step succeeded: creates the run folder
+        self._recorder.first_step_done()  # creates the run folder, because the first step has succeeded
         last = report.samples == self.length.samples
         if remark := self._step.counts_remark(ended=last):
             self._recorder.message(f"note: {remark}")
@@ -327,7 +326,7 @@ class Trainer:
                 self._heartbeat.at("preview", self.state.step)
                 draw_preview(self._run, self.state.step, self._recorder)
         self.state.owes_evaluation = metrics is None
-        if metrics:  # after the average is swapped back, because this may save
+        if metrics:  # done after the average is swapped back, because this may save a checkpoint
             self._keep_best(metrics)
         return metrics is None
 

@@ -1,4 +1,4 @@
-"""Everything that one rank has built and restored before the first step."""
+"""The state that one rank has built and restored before the first step."""
 
 from __future__ import annotations
 

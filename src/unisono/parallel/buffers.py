@@ -53,7 +53,7 @@ class BufferSlots:
     def in_place(self) -> Iterator[None]:
         """A context for passes that are recorded as CUDA graphs, whose kernels always read the same tensors.
 
-        If code assigns a new tensor to a buffer (`self.mean = 0.9 * self.mean + …`), the old one gets its values.
+        If code assigns a new tensor to a buffer (`self.mean = 0.9 * self.mean + …`), the old tensor gets its values.
         """
         before = [self[slot] for slot in range(len(self))]
         yield
@@ -76,7 +76,7 @@ class BufferSlots:
 
 @dataclass(slots=True)
 class _Before:
-    """A buffer before the step."""
+    """The state of a buffer before the step."""
 
     slot: int
     tensor: Tensor
@@ -90,7 +90,7 @@ class BufferBackup:
     def __init__(self, model: nn.Module) -> None:
         self._slots = BufferSlots(model)
         self._changing = set(self._slots.statistics)
-        self._unchanged: Counter[int] = Counter()  # by slot, the observed steps that did not change it
+        self._unchanged: Counter[int] = Counter()  # for each slot, the number of observed steps that did not change it
         self._copies: dict[int, Tensor] = {}  # memory for the copies, by slot
         self._before: list[_Before] = []
 
@@ -136,7 +136,7 @@ class BufferBackup:
         """Undoes the changes of this step's forward passes so far; the step continues."""
         for before in self._before:
             self._put_back(before)
-            before.version = before.tensor._version  # restoring it does not count as a change
+            before.version = before.tensor._version  # restoring the buffer does not count as a change
 
     @torch.no_grad()
     def restore(self) -> None:

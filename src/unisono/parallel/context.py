@@ -1,4 +1,4 @@
-"""Context parallel: several ranks carry one sample together, each with a part of its tokens.
+"""Context parallel: several ranks share one sample, and each computes a part of its tokens.
 
 Groups of `size` consecutive ranks form a context group. All ranks of a group read the same samples and draw the same
 noise. Everything that treats tokens one by one (linear layers, norms, patches) runs on a rank's own tokens; only
@@ -11,18 +11,18 @@ attention needs the others. A model divides its tokens once per forward pass and
     ...
     x = tokens.gather(x, dim=1)                 # all tokens again, where the model or the loss needs them
 
-Attention takes one of two ways. If the number of heads is divisible by the group's size, an all-to-all gives each rank
-all tokens of some heads, and a second one brings its own tokens back (Ulysses, arXiv:2309.14509). Otherwise each rank
-gathers all keys and values, attends with its own queries, and gathers them again in the backward pass instead of
-storing them. Parts may differ by one token, so any number of tokens works.
+There are two algorithms for attention. If the number of heads is divisible by the group's size, an all-to-all gives
+each rank all tokens of some heads, and a second one returns the rank's own tokens (Ulysses, arXiv:2309.14509).
+Otherwise each rank gathers all keys and values and attends with its own queries; in the backward pass it gathers them
+again, so that it need not store them. Parts may differ by one token, so any number of tokens works.
 
 Gradients: every operation here has the true derivative of the sum of all ranks' results with respect to this rank's
 input. So the gradients of a weight, summed over all ranks, are those of the sum of all ranks' losses, whatever part of
 the model is replicated. Every rank of a group computes the loss of the whole sample, and the engine divides it by the
 size of the group, so that a sample counts once.
 
-diffusers' context parallel is not used: its attention for tokens or heads that do not divide evenly has no backward
-pass, and the other one refuses them.
+diffusers' context parallel is not used: of its two kinds of attention, one rejects tokens or heads that do not divide
+evenly, and the other has no backward pass.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 _TOKENS, _HEADS = 1, 2  # dimensions of queries, keys and values
 
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renamed it
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
 
 
 class Context:
-    """The ranks that carry a sample together; by default this rank alone."""
+    """The ranks that share a sample; by default this rank alone."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group
@@ -69,7 +69,7 @@ class Context:
         return 0 if self._group is None or self._is_apart else self._group.rank()
 
     def tokens(self, number: int) -> Tokens:
-        """How a sample's tokens are divided between the ranks of the group: in order, in nearly equal parts."""
+        """Divides a sample's tokens between the ranks of the group, in order and in nearly equal parts."""
         if number < self.size:
             raise ConfigError(
                 f"context_parallel {self.size}: a sample has only {number} token{'s' * (number != 1)} to divide; use "
@@ -89,7 +89,7 @@ class Context:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """A context in which each rank computes whole samples on its own, for work that ranks do not do together."""
+        """A context in which each rank computes whole samples on its own, for work that is divided by samples."""
         before, self._is_apart = self._is_apart, True
         try:
             yield
@@ -102,7 +102,7 @@ def make_context(rank: int, world: int, size: int) -> Context:
     if size == 1:
         return Context()
     own: dist.ProcessGroup | None = None
-    for first in range(0, world, size):  # a group is created by all ranks, also by those that are not in it
+    for first in range(0, world, size):  # every rank must create every group, even a group that it is not in
         group = dist.new_group(list(range(first, first + size)), timeout=COLLECTIVE_TIMEOUT)
         if first <= rank < first + size:
             own = group
@@ -111,7 +111,7 @@ def make_context(rank: int, world: int, size: int) -> Context:
 
 @dataclass(frozen=True)
 class Tokens:
-    """How the tokens of a sample are divided between the ranks of a context group."""
+    """The division of a sample's tokens between the ranks of a context group."""
 
     number: int
     """The number of tokens of the whole sample."""
@@ -135,7 +135,7 @@ class Tokens:
             return tensor
         if tensor.shape[dim] != self.number:
             raise ValueError(f"expected {self.number} tokens along dimension {dim}, got {tuple(tensor.shape)}")
-        # A copy: a view would keep all tokens in memory for as long as the model stores this part for its backward.
+        # Returns a copy, because a view would keep all tokens in memory until the model's backward pass.
         return tensor.narrow(dim, self.start, self.sizes[self.rank]).clone(memory_format=torch.contiguous_format)
 
     def gather(self, tensor: Tensor, dim: int) -> Tensor:
@@ -166,7 +166,7 @@ class Tokens:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _by_heads(self, query: Tensor, key: Tensor, value: Tensor, attend: Attend) -> Tensor:
         """Exchanges tokens for heads: this rank attends with all tokens of its heads."""
-        if query.shape == key.shape:  # one message instead of three
+        if query.shape == key.shape:  # exchanges all three in one message
             attended = attend(*self._to_heads(torch.stack([query, key, value])).unbind())
         else:
             attended = attend(*(self._to_heads(part[None])[0] for part in (query, key, value)))
@@ -174,7 +174,7 @@ class Tokens:
         return _exchange(attended, _TOKENS, self.sizes, _HEADS, heads, self._group)
 
     def _to_heads(self, stacked: Tensor) -> Tensor:
-        """[parts, batch, all tokens, some heads, width] from [parts, batch, some tokens, all heads, width]."""
+        """Turns [parts, batch, some tokens, all heads, width] into [parts, batch, all tokens, some heads, width]."""
         heads = [stacked.shape[1 + _HEADS] // self.size] * self.size
         return _exchange(stacked, 1 + _HEADS, heads, 1 + _TOKENS, self.sizes, self._group)
 
@@ -187,7 +187,7 @@ class Tokens:
             if attend is not None:
                 return attend(query, key, value)
             if causal:
-                # Up to the last key that a query of this rank sees; then the mask is aligned at its end.
+                # Uses keys only up to the last one that a query of this rank sees, so that the mask aligns at its end.
                 last = self.start + query.shape[_TOKENS]
                 key, value = key[:, :last], value[:, :last]
             return _attention(query, key, value, causal)
@@ -241,7 +241,7 @@ class _Gathered(torch.autograd.Function):
         ctx.dim, ctx.sizes, ctx.group = dim, sizes, group
         longest = max(sizes)
         part = tensor.movedim(dim, 0)
-        if len(part) < longest:  # ranks send equal amounts
+        if len(part) < longest:  # pads the part, because all ranks must send equal amounts
             part = torch.cat([part, part.new_zeros(longest - len(part), *part.shape[1:])])
         gathered = part.new_empty(len(sizes) * longest, *part.shape[1:])
         _all_gather(gathered, part.contiguous(), group=group)

@@ -1,6 +1,6 @@
-"""Several GPUs in one process (`torch.nn.DataParallel`).
+"""Trains on several GPUs from one process (`torch.nn.DataParallel`).
 
-It is meant for users who already use it; ddp is faster. Each micro-batch is split along its first dimension across the
+It is meant for users of DataParallel; ddp is faster. Each micro-batch is split along its first dimension across the
 GPUs, and the sums of the GPUs are added.
 """
 
@@ -25,12 +25,12 @@ class DataParallel(Strategy):
         return wrapper
 
     def train(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        """call(model, *arguments) on each GPU with its part of the batch; returns a mapping of sums across the GPUs."""
+        """Runs call(model, *arguments) on each GPU with its part of the batch; returns sums over the GPUs by name."""
         gathered = self._replicated(_rows, call, *arguments)
         return {name: rows.sum(0) for name, rows in gathered.items()}
 
     def rows(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        """call(model, *arguments) on each GPU with its part of the batch; returns the concatenated rows."""
+        """Runs call(model, *arguments) on each GPU with its part of the batch; returns the concatenated rows."""
         return self._replicated(call, *arguments)
 
 

@@ -23,7 +23,7 @@ _BROADCAST_BYTES = 250 * 2**20
 
 
 class DDP(Strategy):
-    """The same weights on every rank."""
+    """Replicates the model on every rank."""
 
     name = "ddp"
     collective = True
@@ -56,7 +56,7 @@ class DDP(Strategy):
 
     @property
     def gradient_divisor(self) -> float:
-        """DDP averages across ranks."""
+        """The number of ranks, because DDP averages gradients across ranks."""
         return float(self.placement.world)
 
     def _is_guardable(self, wrapper: ForwardWrapper) -> bool:
@@ -65,7 +65,7 @@ class DDP(Strategy):
         return not (self.settings.static_graph or self.settings.find_unused_parameters or syncs_in_forward)
 
     def train(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        """call(model, *arguments); backward averages its gradients across ranks."""
+        """Returns call(model, *arguments); the backward pass averages the gradients across ranks."""
         return self._wrapped(call, *arguments)
 
     def fix_gradient_addresses(self) -> bool:
@@ -89,7 +89,7 @@ class DDP(Strategy):
         if guarded and not self._has_observed:
             self._observe_order()
         if guarded and self._views is not None:
-            torch._foreach_zero_(self._views)  # otherwise they would need memory in addition to the buckets
+            torch._foreach_zero_(self._views)  # new gradients would need memory besides the buckets
             for parameter, view in zip(self._trained, self._views, strict=True):
                 parameter.grad = view
 
@@ -104,7 +104,7 @@ class DDP(Strategy):
     def reduce_in_backward(self) -> None:
         """Makes the next backward pass reduce gradients across ranks."""
         if self.guardable:
-            self._wrapped(_nothing)  # DDP prepares for backward in its forward pass, whatever that computes
+            self._wrapped(_nothing)  # DDP prepares for backward in its forward pass, even if that computes nothing
 
     def reduce(self) -> None:
         """Averages the gradients of a guarded step across ranks, in the same buckets as fast steps."""
@@ -112,18 +112,19 @@ class DDP(Strategy):
             raise unused_weights(unused)
         self.check_dense()
         had_final_buckets = self._has_final_buckets
-        if not had_final_buckets:  # in the same step on all ranks
+        if not had_final_buckets:  # this happens in the same step on all ranks
             self._fix_buckets_keeping_gradients()
         self._stop_observing()
         if had_final_buckets and self._views is not None:
-            # DDP divides gradients that are in its buckets, and multiplies those that it copies there by 1 / world,
-            # which rounds differently. Fast steps copy. The activations are freed by now, so a copy fits into memory.
+            # DDP divides gradients that are in its buckets, but multiplies gradients that it copies there by 1 / world,
+            # which rounds differently. Fast steps copy, so this step copies too. The activations are freed by now, so
+            # the copies fit into memory.
             for parameter in self._trained:
                 parameter.grad = parameter.grad.clone()  # type: ignore[union-attr]
         self._wrapped(_touch).backward()
 
     def _observe_order(self) -> None:
-        """Records the order in which gradients become ready in the first backward pass: the best one for buckets."""
+        """Records the order in which gradients become ready in the first backward pass, the best order for buckets."""
         self._has_observed = True
         for parameter in self._trained:
             hook = parameter.register_post_accumulate_grad_hook(self._arrivals.append)  # type: ignore[no-untyped-call]
@@ -170,7 +171,7 @@ class DDP(Strategy):
             return total
 
         self._has_final_buckets = True
-        for _ in range(2):  # DDP rebuilds them in the second forward pass
+        for _ in range(2):  # DDP rebuilds its buckets in the second forward pass
             self._wrapped(chain).backward()
         if self.settings.gradient_as_bucket_view:
             self._views = [parameter.grad for parameter in self._trained]  # type: ignore[misc]
@@ -179,7 +180,7 @@ class DDP(Strategy):
 
 
 class _Touch(torch.autograd.Function):
-    """Uses all parameters and adds nothing to their gradients, so that DDP reduces the existing ones."""
+    """Uses all parameters and adds nothing to their gradients, so that DDP reduces the existing gradients."""
 
     @staticmethod
     def forward(ctx: Any, *parameters: Tensor) -> Tensor:
@@ -201,6 +202,6 @@ def _touch(model: nn.Module) -> Tensor:
 
 
 def _buffer_option(broadcast: bool) -> dict[str, Any]:
-    """The option by its name in this version of torch (2.13 renamed it)."""
+    """The option to broadcast buffers, by its name in this version of torch (2.13 renamed it)."""
     renamed = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
     return {"forward_sync_buffers" if renamed else "broadcast_buffers": broadcast}

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Shapes = Mapping[str, tuple[torch.Size, torch.dtype]]
 
 PIECE_BYTES = 8 * 2**20
-"""How much of a weight is in host memory at a time, besides rank 0's copy."""
+"""Largest number of bytes of a weight that are in host memory at a time, besides rank 0's copy."""
 _RETURN_EVERY = 16 * 2**20  # bytes that rank 0 frees before it returns them to the system
 
 
@@ -30,7 +30,7 @@ class NotMovable(Exception):
 
 
 class FromRankZero:
-    """The weights that rank 0 holds, as a source for all ranks; `files` is the source of those that it does not hold.
+    """The weights that rank 0 holds, as a source for all ranks; `files` is the source of all other weights.
 
     Every call is a collective.
     """
@@ -46,7 +46,7 @@ class FromRankZero:
         """`shapes` describes the weights on all ranks; `held` contains them on rank 0 and is empty on the others."""
         self._shapes, self._held, self._device, self.files = shapes, held, device, files
         self._return_freed_memory, self._freed_bytes = return_freed_memory, 0
-        self._memory: Tensor | None = None  # of the piece that is being sent or received
+        self._memory: Tensor | None = None  # memory for the piece that is being sent or received
 
     def __contains__(self, name: str) -> bool:
         return name in self._shapes
@@ -56,12 +56,12 @@ class FromRankZero:
         shape, dtype = self._shapes[name]
         rows = self._memory_for((stop - start, *shape[1:]), dtype)
         if (held := self._held.get(name)) is not None:
-            rows.copy_(held.view(shape or (1,))[start:stop])  # a view would live until gloo releases it
+            rows.copy_(held.view(shape or (1,))[start:stop])  # a view would keep `held` alive until gloo releases it
         broadcast_bytes(rows)
         return rows
 
     def _memory_for(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        # The same memory for every piece: gloo's threads release the tensors of a collective some time after it.
+        # Uses the same memory for every piece, because gloo's threads release tensors late, after a collective.
         num_bytes = math.prod(shape) * dtype.itemsize
         if self._memory is None or len(self._memory) < num_bytes:
             self._memory = torch.empty(max(num_bytes, PIECE_BYTES), dtype=torch.uint8, device=self._device)
@@ -87,7 +87,7 @@ class FromRankZero:
         self._freed_bytes += weight.nbytes
         del weight
         if self._freed_bytes > _RETURN_EVERY or not self._held:
-            self._return_freed_memory()  # weights of up to 32 MiB may be on the heap, which only grows by itself
+            self._return_freed_memory()  # weights of up to 32 MiB may be on the heap, which does not shrink by itself
             self._freed_bytes = 0
 
 
@@ -120,10 +120,10 @@ def give_weights(model: nn.Module, taken: Mapping[str, Tensor]) -> None:
 
 
 def exchange(name: str, tensor: Tensor, other: Tensor) -> Tensor:
-    """Gives `tensor` the contents and device of `other` and returns its own; references to it stay valid."""
+    """Moves the data of `other` into `tensor` and returns the old data; references to `tensor` stay valid."""
     if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer) or tensor.layout != torch.strided:
         raise NotMovable(f"{name} is a {type(tensor).__name__} with layout {tensor.layout}")
-    attributes = dict(tensor.__dict__)  # that a model gives to a weight, such as its own learning rate
+    attributes = dict(tensor.__dict__)  # attributes that a model sets on a weight, such as a learning rate
     as_parameter = isinstance(tensor, nn.Parameter)
     swapped = nn.Parameter(other.detach(), requires_grad=tensor.requires_grad) if as_parameter else other.detach()
     try:
@@ -135,7 +135,7 @@ def exchange(name: str, tensor: Tensor, other: Tensor) -> Tensor:
 
 
 def broadcast_buffers(model: nn.Module, device: torch.device, *, is_rank_zero: bool) -> None:
-    """Gives the buffers on the other ranks rank 0's values, and moves them to `device`."""
+    """Copies the values of rank 0's buffers to all ranks, and moves the buffers to `device`."""
     for name, buffer in list(model.named_buffers()):
         if is_rank_zero:
             broadcast_bytes(buffer.detach().to(device).contiguous())

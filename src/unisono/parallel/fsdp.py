@@ -35,7 +35,7 @@ class FSDP(Strategy):
     sharded = collective = True
     guardable = False  # every forward pass gathers weights from all ranks
 
-    _replicated_gradients: Sequence[Tensor] = ()  # of the weights that are not sharded
+    _replicated_gradients: Sequence[Tensor] = ()  # gradients of the weights that are not sharded
     _sums_in_backward = True  # the next backward pass sums gradients across ranks
 
     def _set_up(self, wrapper: ForwardWrapper, blocks: Sequence[nn.Module]) -> nn.Module:
@@ -45,7 +45,7 @@ class FSDP(Strategy):
                 raise RecipeError(f"fsdp cannot shard the scalar weight {name}; give it the shape (1,), or use ddp")
             if parameter.numel() == 0:
                 raise RecipeError(f"fsdp cannot shard the weight {name}, which has no elements; remove it, or use ddp")
-        # No cast_forward_inputs: autocast chooses the types, as with the other strategies. Gathered
+        # Does not use cast_forward_inputs, because autocast chooses the types, as in other strategies. Gathered
         # weights are 16-bit, and gradients are summed in float32. On the CPU weights are gathered in float32, because
         # layer norm on the CPU rejects 16-bit weights with 32-bit inputs.
         gathered = placement.compute_type if placement.device.type == "cuda" else None
@@ -63,7 +63,7 @@ class FSDP(Strategy):
                 mesh=self.shard_mesh.devices,
                 mp_policy=precision,
                 offload_policy=offload,
-                # Backward begins with the weights outside of blocks (the head), and would gather them again at once.
+                # Keeps the weights outside of blocks (the head) gathered, because the backward pass begins with them.
                 reshard_after_forward=settings.fsdp_reshard_after_forward and module is not wrapper,
                 ignored_params=replicated,
             )
@@ -78,9 +78,9 @@ class FSDP(Strategy):
             self._make_shards(wrapper, home)
         if settings.fsdp_cpu_offload:
             _move_buffers(wrapper, placement.device)
-            # named_parameters() again: weights that were on meta have been replaced.
+            # Calls named_parameters() again, because weights that were on meta have been replaced.
             for parameter in wrapper.model.parameters():
-                if not isinstance(parameter, DTensor):  # replicated
+                if not isinstance(parameter, DTensor):  # a replicated weight
                     parameter.data = parameter.data.to(placement.device)
             return wrapper
         return wrapper.to(placement.device)
@@ -114,12 +114,12 @@ class FSDP(Strategy):
             return [(name, nn.Parameter(local_part(parameter.detach()))) for name, parameter in self._whole.items()]
 
     def train(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        """call(model, *arguments); backward sums its gradients across ranks."""
+        """Returns call(model, *arguments); the backward pass sums the gradients across ranks."""
         self._prefetch.enable(torch.is_grad_enabled())
         return super().train(call, *arguments)
 
     def infer(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        """call(model, *arguments) without gradients."""
+        """Returns call(model, *arguments), computed without gradients."""
         self._prefetch.enable(False)
         return super().infer(call, *arguments)
 
@@ -147,7 +147,7 @@ class FSDP(Strategy):
     def _sum_in_backward(self, enabled: bool) -> None:
         """Sets whether the next backward passes sum gradients across ranks; FSDP adds them up on each rank otherwise.
 
-        Both within a group of shards and between replicas. torch can also leave out the latter alone
+        This covers the sums within a group of shards and those between replicas. torch can also skip only the latter
         (`set_requires_all_reduce`), but then loses the gradients of a block that the last micro-batch does not use.
         """
         if enabled != self._sums_in_backward:
@@ -188,8 +188,8 @@ class FSDP(Strategy):
     def norm(self, tensors: list[Tensor]) -> Tensor:
         """The norm across all ranks: sums the squares of shards, and counts replicated tensors once.
 
-        All ranks take part, also if the weights have replicas: only a sum over all of them has the same bits on every
-        rank, and replicas that clip by different factors would drift apart.
+        All ranks take part, even if each replica could compute the norm itself: only a sum over all ranks has the same
+        bits on every rank, and replicas that clip by different factors would drift apart.
         """
         replicated_ids = {id(gradient) for gradient in self._replicated_gradients}
         shards = [tensor for tensor in tensors if id(tensor) not in replicated_ids]
@@ -231,7 +231,7 @@ class FSDP(Strategy):
         return DTensor.from_local(local, mesh, whole.placements, run_check=False, shape=shape, stride=stride)
 
     def weights_changed(self) -> None:
-        """Frees gathered weights: those outside of blocks stay gathered until a backward pass, and become stale."""
+        """Frees gathered weights; those outside blocks would stay gathered until a backward pass and become stale."""
         for module in self.wrapped.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()

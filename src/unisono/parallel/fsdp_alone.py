@@ -1,11 +1,12 @@
 """Lets a rank run forward and backward passes under FSDP without the other ranks, to see whether they fit into memory.
 
 If a rank runs out of memory in the middle of a pass, the others wait in a collective that it never joins. So a trial
-communicates nothing: instead of gathering a weight, each rank repeats its own shard (which takes the same memory and
-gives numbers of the same size), and instead of summing gradients it keeps a part of its own. Afterwards FSDP forgets
-the pass.
+communicates nothing. Instead of gathering a weight, each rank repeats its own shard, which takes the same memory and
+has values of the same size. Instead of summing gradients, it keeps a part of its own gradients. Afterwards, FSDP is
+reset to its state before the pass.
 
-This uses internals of FSDP2. Where they are missing, `is_possible` says so, and a run does without trials.
+This module uses internals of FSDP2. In a version of torch without them, `is_possible` returns False and the run makes
+no trials.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def alone(root: FSDPModule) -> Iterator[None]:
     for group in groups:
         group._all_gather_comm, group._reduce_scatter_comm = _RepeatShard(), _KeepOwnPart()
     syncs = [(group.reduce_grads, group.all_reduce_grads) for group in groups]
-    root.set_requires_all_reduce(False)  # between replicas
+    root.set_requires_all_reduce(False)  # disables the all-reduce between replicas
     try:
         yield
     finally:
@@ -85,24 +86,24 @@ def _groups(root: nn.Module) -> list[Any]:
 
 
 def _forget_pass(root: FSDPModule) -> None:
-    """Brings FSDP back to the state between two steps, from any point of a pass."""
+    """Resets FSDP to its state between two steps, even if a pass stopped in the middle."""
     groups = _groups(root)  # type: ignore[arg-type]
     device = groups[0].device
-    if device.type == "cuda":  # other streams may still use what is freed here
+    if device.type == "cuda":  # other streams may still use the tensors that are freed here
         torch.cuda.synchronize(device)
     if hasattr(root, "reset_iter_state"):
         root.reset_iter_state()
     else:
         _reset_by_hand(root, groups)
     for group in groups:
-        for weight in group.fsdp_params:  # gradients of a pass that did not sum them
+        for weight in group.fsdp_params:  # frees gradients that the pass has not summed across ranks
             weight.unsharded_accumulated_grad = None
             if hasattr(weight, "_unsharded_param"):
                 weight._unsharded_param.grad = None
 
 
 def _reset_by_hand(root: FSDPModule, groups: Sequence[Any]) -> None:
-    """What `reset_iter_state` does, for versions of torch without it."""
+    """Does the same as `reset_iter_state`, for versions of torch without that function."""
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
     for state in _states(root):  # type: ignore[arg-type]

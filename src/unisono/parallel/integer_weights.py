@@ -1,4 +1,4 @@
-"""Whether FSDP can shard weights of integers, such as the codes of quantised weights."""
+"""Checks whether FSDP can shard integer tensors, such as quantised weights."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import nn
 def can_shard_integers() -> bool:
     """False for versions of torch whose fully_shard fails on integers, or casts them (pytorch#177844).
 
-    No release notes say which versions do, and trying it needs a process group. So this looks at torch's code; if that
-    changes, integers are replicated, which always works.
+    No release notes say which versions can, and a trial would need a process group. So this function inspects torch's
+    source code. If that code changes, the result is False, and integers are replicated, which always works.
     """
     try:
         from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
@@ -25,7 +25,7 @@ def can_shard_integers() -> bool:
 
 
 def not_shardable(module: nn.Module) -> set[nn.Parameter]:
-    """The weights of integers, if this version of torch cannot shard them; every rank then holds all of them."""
+    """The integer weights, if this version of torch cannot shard them: every rank then holds them whole."""
     if can_shard_integers():
         return set()
     return {parameter for parameter in module.parameters() if not parameter.is_floating_point()}

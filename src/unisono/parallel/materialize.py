@@ -54,7 +54,7 @@ def fill(
 def _replace(model: nn.Module, name: str, parameter: nn.Parameter, whole: Tensor) -> None:
     try:
         exchange(name, parameter, whole)
-    except NotMovable:  # then only the modules get the new weight
+    except NotMovable:  # then assigns the new weight to the modules only
         filled = nn.Parameter(whole, requires_grad=parameter.requires_grad)
         for module in model.modules():
             for short, own in list(module.named_parameters(recurse=False)):
@@ -79,9 +79,9 @@ def read_into(target: Tensor, name: str, weights: Weights, first_row: int = 0) -
     target = target if target.dim() else target.view(1)
     for row, rows in _pieces(weights, name, first_row, target):
         start = row - first_row
-        # First to the device, then to the dtype: files often have fewer bits than the model, and GPUs cast faster.
+        # Moves to the device before it casts: files often have fewer bits than the model, and GPUs cast faster.
         target[start : start + len(rows)].copy_(rows.to(target.device))
-        del rows  # before memory for the next piece is allocated
+        del rows  # frees the piece before memory for the next one is allocated
 
 
 def _pieces(weights: Weights, name: str, first_row: int, target: Tensor) -> Iterator[tuple[int, Tensor]]:
@@ -99,7 +99,7 @@ def _pieces(weights: Weights, name: str, first_row: int, target: Tensor) -> Iter
 
 
 def materialize(model: nn.Module, seed: int) -> None:
-    """Initialises modules that are on the meta device with real weights on the CPU; others do not change."""
+    """Initialises modules that are on the meta device with real weights on the CPU; other modules do not change."""
     tied = _tied(model)
     for name, module in model.named_modules():
         own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]

@@ -28,11 +28,12 @@ def one_device(tensors: Sequence[Tensor]) -> torch.device:
 class RowShards:
     """Knows which weights are sharded, and sums or gathers them. All ranks must call its methods in the same order."""
 
-    whole_shapes: Mapping[int, torch.Size] = field(default_factory=dict)  # by id() of the shard; others are whole
-    rank: int = 0  # among the ranks that hold one copy of the weights
-    world: int = 1  # number of these ranks
+    whole_shapes: Mapping[int, torch.Size] = field(default_factory=dict)
+    """The shapes of the sharded weights before sharding, by id() of the shard."""
+    rank: int = 0  # index among the ranks that hold one copy of the weights
+    world: int = 1  # number of ranks that hold one copy of the weights
     device: torch.device | None = None  # where collectives run; offloaded shards are on the CPU
-    group: dist.ProcessGroup | None = None  # these ranks; None: all ranks of the run
+    group: dist.ProcessGroup | None = None  # the ranks that hold one copy of the weights; None: all ranks of the run
     has_replicas: bool = False  # other ranks hold further copies, which must stay equal bit by bit
 
     def is_sharded(self, weight: Tensor) -> bool:
@@ -57,7 +58,7 @@ class RowShards:
         return flat
 
     def _sum_in_fixed_order(self, flat: Tensor) -> Tensor:
-        """The sum in order of the ranks: a library may add in another order in each replica's all-reduce."""
+        """The sum in rank order, because the all-reduce of a library may add in another order in each replica."""
         from_ranks = flat.new_empty(self.world * len(flat))
         dist.all_gather_into_tensor(from_ranks, flat, group=self.group)
         return from_ranks.view(self.world, -1).sum(dim=0)
@@ -89,12 +90,12 @@ class RowShards:
         self, tensors: Sequence[Tensor], shapes: Sequence[torch.Size], *, gather: bool, like: Tensor | None = None
     ) -> list[Tensor]:
         """One all-to-all: sends rows to the ranks that compute (gather), or results back to the owners of the rows."""
-        mine = [self._num_elements(shape, self.rank) for shape in shapes]  # my rows of every matrix
+        mine = [self._num_elements(shape, self.rank) for shape in shapes]  # this rank's rows of every matrix
         own = (
             [self._num_elements(shapes[self.rank], rank) for rank in range(self.world)]
             if self.rank < len(shapes)
             else [0] * self.world
-        )  # every rank's rows of my matrix
+        )  # every rank's rows of this rank's matrix
         per_matrix = mine + [0] * (self.world - len(mine))
         send, receive = (per_matrix, own) if gather else (own, per_matrix)
         template = tensors[0] if tensors else like

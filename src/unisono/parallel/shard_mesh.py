@@ -1,8 +1,8 @@
-"""Which ranks hold one copy of the weights together.
+"""The groups of ranks that together hold one copy of the weights.
 
 Consecutive ranks form a group; each rank of it holds a shard of every weight. With several groups (HSDP), every group
-holds the same weights: they are replicas. Sharding weights is independent of splitting data: gradients are sums over
-all ranks of the run, and only where weights are stored depends on the groups.
+holds the same weights: they are replicas. The groups decide only where weights are stored. Gradients are always sums
+over all ranks of the run.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class ShardMesh:
     def devices(self) -> DeviceMesh:
         """The mesh for FSDP: all ranks in one dimension, or replicas × shards."""
         if self.num_replicas == 1:
-            # The run's own group. init_device_mesh would create another one if that is gloo and there are GPUs: up to
-            # torch 2.11 with NCCL, which refuses ranks that share a GPU, and with a short timeout.
+            # Uses the run's own process group. If that is gloo and there are GPUs, init_device_mesh would create
+            # another group with a short timeout, and up to torch 2.11 with NCCL, which rejects ranks that share a GPU.
             everyone = dist.group.WORLD
             assert everyone is not None
             return DeviceMesh.from_group(everyone, self.device_type)
         mesh = init_device_mesh(self.device_type, (self.num_replicas, self.size), mesh_dim_names=_NAMES)
-        for group in mesh.get_all_groups():  # new groups have torch's short default
+        for group in mesh.get_all_groups():  # new groups have torch's short default timeout
             _set_pg_timeout(COLLECTIVE_TIMEOUT, group)
         return mesh
 

@@ -1,4 +1,4 @@
-"""One device, one process."""
+"""Trains on one device in one process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from unisono.parallel.strategy import ForwardWrapper, Strategy
 
 
 class Single(Strategy):
-    """The model as it is, on one device."""
+    """Uses the unwrapped model on one device."""
 
     name = "single"
 
@@ -21,7 +21,7 @@ class Single(Strategy):
         return wrapper.to(self.placement.device)
 
     def fix_gradient_addresses(self) -> bool:
-        """Keeps the gradients of weights that the loss uses; others get none, or the optimizer would update them."""
+        """Keeps the gradients of weights that the loss uses. Other weights get none, so the optimizer skips them."""
         self._fixes_gradients = True
         return True
 

@@ -28,17 +28,17 @@ from unisono.settings import ParallelSettings
 
 @dataclass(frozen=True)
 class Placement:
-    """Where this process computes."""
+    """The devices and the rank of this process."""
 
     device: torch.device
     rank: int
     world: int
-    devices: Sequence[torch.device]  # more than one only for dp
+    devices: Sequence[torch.device]  # several only for dp
     compute_type: torch.dtype | None  # 16-bit type of mixed precision
     deterministic: bool = False
     nodes: Sequence[int] = ()  # machine of each rank; empty for a single machine
     shard_size: int | None = None  # consecutive ranks that hold one copy of the weights under fsdp; None: all ranks
-    context: int = 1  # number of consecutive ranks that carry a sample together
+    context: int = 1  # number of consecutive ranks that share a sample
 
     @property
     def local_world(self) -> int:
@@ -47,7 +47,7 @@ class Placement:
 
     @property
     def data_rank(self) -> int:
-        """Which share of the samples this rank reads; the ranks of a context group read the same one."""
+        """The index of the share of the samples that this rank reads; the ranks of a context group read the same."""
         return self.rank // self.context
 
     @property
@@ -57,7 +57,7 @@ class Placement:
 
     @property
     def counts(self) -> bool:
-        """Whether this rank's sums count: the ranks of a context group compute the same ones."""
+        """Whether this rank's sums count: all ranks of a context group compute the same sums, so only one rank's do."""
         return self.rank % self.context == 0
 
 
@@ -98,7 +98,7 @@ class Strategy(ABC):
 
         `source` fills it instead, if only rank 0 has the initial weights.
         `gathers`: forward passes contain collectives under any strategy, because a frozen module is sharded or ranks
-        carry a sample together.
+        share a sample.
         """
         self.model, self.placement, self.settings, self._gathers = model, placement, settings, gathers
         self._exact, self._weights, self._source = frozenset(exact), weights, source or weights
@@ -123,7 +123,7 @@ class Strategy(ABC):
         return 1.0
 
     def train(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        """call(model, *arguments); backward sums its gradients across ranks."""
+        """Returns call(model, *arguments); the backward pass sums the gradients across ranks."""
         return self.wrapped(call, *arguments)
 
     def rows(self, call: Callable[..., Any], *arguments: Any) -> Any:
@@ -131,7 +131,7 @@ class Strategy(ABC):
         return self.train(call, *arguments)
 
     def infer(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        """call(model, *arguments) without gradients."""
+        """Returns call(model, *arguments), computed without gradients."""
         with torch.no_grad():
             return self.wrapped(call, *arguments)
 
@@ -193,7 +193,7 @@ class Strategy(ABC):
         return [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
 
     def row_shards(self) -> RowShards:
-        """How `parameters` are sharded across ranks, for optimizers whose updates are not elementwise."""
+        """The sharding of `parameters` across ranks, for optimizers whose updates are not elementwise."""
         return RowShards()
 
     def tensors(self) -> dict[str, Tensor]:
@@ -220,7 +220,7 @@ class Strategy(ABC):
         return local
 
     def weights_changed(self) -> None:  # noqa: B027 (most strategies have nothing to do)
-        """Must be called after weights changed other than by the optimizer (loaded, swapped with the average)."""
+        """Must be called after weights were loaded or swapped with the average, but not after an optimizer step."""
 
     def share_buffers(self) -> None:
         """Broadcasts rank 0's buffers (batch norm statistics), so that all ranks evaluate and save the same model."""

@@ -22,7 +22,7 @@ def _quantise(rows, factors, codes, scales, width, FACTORS: tl.constexpr, BLOCK:
     if FACTORS:
         value *= tl.load(factors + column, mask=there, other=0.0).to(tl.float32)
     scale = tl.math.div_rn(tl.max(tl.abs(value), 0), 448.0)
-    units = tl.math.div_rn(value, tl.where(scale == 0.0, 1.0, scale))
+    units = value * tl.math.div_rn(1.0, tl.where(scale == 0.0, 1.0, scale))
     units = tl.minimum(tl.maximum(units, -448.0), 448.0)
     tl.store(codes + row * width + column, units.to(tl.float8e4nv), mask=there)
     tl.store(scales + row, scale)

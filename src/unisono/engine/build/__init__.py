@@ -1,1 +1,1 @@
-"""Builds what trains: the model on its devices, its strategy, optimizer and datasets."""
+"""Builds the parts of a run: the model on its devices, the strategy, the optimizer and the datasets."""

@@ -19,7 +19,7 @@ from unisono.quantize.weights import QuantizedWeights
 
 
 class BasePrecision:
-    """Converts one module after the other, and reports what it has converted."""
+    """Quantises the frozen linear layers of one module after the other, and reports how much memory that saved."""
 
     def __init__(self, recipe: Recipe, base_precision: str, placement: Placement) -> None:
         self._recipe, self._format, self._placement = recipe, base_precision, placement
@@ -45,11 +45,11 @@ class BasePrecision:
         return converted.layers
 
     def source(self, weights: Weights, layers: Sequence[str]) -> Weights:
-        """The source of the weights of a module whose `layers` were converted: quantises them as they are read."""
+        """A source of weights for a module with converted `layers`; it quantises their weights as it reads them."""
         return QuantizedWeights(weights, layers, self._format) if layers else weights
 
     def remarks(self, *, sharded: bool) -> list[str]:
-        """Lines for the user; ConfigError if there was nothing to convert. `sharded`: weights should be sharded."""
+        """Notes for the user; raises ConfigError if nothing was converted. `sharded`: the strategy shards weights."""
         if self._format == "auto":
             return []
         converted = self._converted
@@ -64,10 +64,11 @@ class BasePrecision:
         if sharded and converted.bytes_after and self._format != "bf16" and not can_shard_integers():
             remarks.append(
                 f"base_precision {self._format}: fsdp of torch {torch.__version__} cannot shard integers, so every "
-                "rank holds all codes; newer versions (2.13) shard them"
+                "rank holds all quantised weights; torch 2.13 can shard them"
             )
         device = self._placement.device
         if self._format == "fp8" and not has_fp8_products(device):
             name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
-            remarks.append(f"base_precision fp8: {name} has no fp8 products; weights are decoded for each product")
+            reason = "weights are dequantised before each product"
+            remarks.append(f"base_precision fp8: {name} cannot multiply fp8 matrices; {reason}")
         return remarks

@@ -22,7 +22,7 @@ from unisono.settings import Settings
 
 @dataclass(frozen=True)
 class SwapPlan:
-    """The blocks to swap."""
+    """The blocks to keep in host memory and copy to the device in turn."""
 
     sizes: BlocksOnHost
     blocks: Sequence[nn.Module]
@@ -70,7 +70,7 @@ def _fewest_that_fit(model: nn.Module, sizes: BlocksOnHost, settings: Settings, 
     fewest = sizes.fewest(_usable_memory(placement.device) - others)
     if placement.world == 1:
         return fewest
-    # All ranks swap the same blocks, which they broadcast one after the other: the fullest device decides.
+    # All ranks swap the same blocks, because they receive weights in the same order. So the fullest device decides.
     numbers = [0] * placement.world
     dist.all_gather_object(numbers, fewest.num)
     return replace(fewest, num=max(numbers))
@@ -84,11 +84,11 @@ def _usable_memory(device: torch.device) -> float:
 
 
 def _check_host_memory(chosen: Sequence[nn.Module], sizes: BlocksOnHost, placement: Placement) -> None:
-    """Weights that a recipe has loaded already only move inside of host memory; only others need more of it."""
+    """Rejects more blocks than host memory can hold; blocks that the recipe has loaded there need no more memory."""
     is_on_meta = any(parameter.is_meta for block in chosen for parameter in block.parameters())
     need = sizes.host_bytes * placement.local_world if is_on_meta else 0
     machines: list[tuple[int, int]] = [(need, free_host_memory())]
-    if placement.world > 1:  # before any rank loads weights; all ranks refuse together
+    if placement.world > 1:  # checked before any rank loads weights, so that all ranks raise the error together
         machines = [(0, 0)] * placement.world
         dist.all_gather_object(machines, (need, free_host_memory()))
     for need, free in machines:

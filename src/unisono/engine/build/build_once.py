@@ -2,7 +2,8 @@
 
 Rank 0 calls model() first. If the model is small, the other ranks build it too, from the same seed. If it is large,
 they build it on the meta device, which takes no memory, and later receive rank 0's weights. The initial weights are
-those of a single process in either case. A model that cannot be built so is built in full on every rank.
+those of a single process in either case. A model that cannot be built on the meta device is built in full on every
+rank.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ from unisono.parallel.strategy import Placement
 SMALL = 64 * 2**20
 """Models of up to this many bytes are built on every rank."""
 WORTH_A_REMARK = 2**30
-"""From this many bytes on, the user learns why each rank builds the model."""
+"""From this size in bytes on, a note tells the user why each rank builds the model."""
 
-_SMALL_PART = 50  # a LoRA of a fiftieth of the whole model is built on every rank, too
+_SMALL_PART = 50  # every rank builds a model of which only this fraction is not read from files, such as a LoRA
 _PLAIN = (bool, int, float, str, torch.device, torch.dtype, type(None))
 
 
@@ -48,14 +49,14 @@ class BuiltModel:
     """A recipe's model before it is distributed."""
 
     module: nn.Module
-    weights: Weights | None  # what Recipe.weights() returned
-    source: Weights | None  # fills the module if it is on the meta device
+    weights: Weights | None  # result of Recipe.weights()
+    source: Weights | None  # source to fill the module from if it is on the meta device
     remarks: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class _Announcement:
-    """What rank 0 tells the others about a large model."""
+    """A description of a large model, which rank 0 sends to the other ranks."""
 
     structure: Sequence[str]
     shapes: Shapes
@@ -80,7 +81,7 @@ def build_once(
 
 def _build(recipe: Recipe, seed: int, placement: Placement) -> BuiltModel:
     """The model with its initial weights, except those that come from files."""
-    # The raw seed, not a derived key: initial weights equal those of a script that calls torch.manual_seed(seed).
+    # Uses the raw seed: initial weights then equal those of a script that calls torch.manual_seed(seed).
     seed_everything(seed, placement.devices)
     model = build_model(recipe)
     weights = _weights_of(recipe, model, seed, placement)
@@ -90,13 +91,13 @@ def _build(recipe: Recipe, seed: int, placement: Placement) -> BuiltModel:
 
 
 def _weights_of(recipe: Recipe, model: nn.Module, seed: int, placement: Placement) -> Weights | None:
-    # A model on the meta device has drawn no random numbers. From here on, all ranks draw the same ones again.
+    # A model on the meta device has drawn no random numbers. After this, all ranks draw the same numbers again.
     seed_everything(key_of(Purpose.BUILD, seed, 3), placement.devices)
     return recipe.weights(model)
 
 
 def _build_for_all(recipe: Recipe, seed: int, placement: Placement, agreement: Agreement) -> BuiltModel:
-    """On rank 0: builds the model; if it is large, announces it and takes its weights out of it."""
+    """Builds the model on rank 0. If the model is large, announces it to the others and detaches its weights."""
     announced, taken = None, dict[str, Tensor]()
     try:
         built = _build(recipe, seed, placement)
@@ -108,7 +109,7 @@ def _build_for_all(recipe: Recipe, seed: int, placement: Placement, agreement: A
             announced = _Announcement(structure, shapes)
     except NotMovable as error:
         return _everywhere(built, size, str(error))
-    finally:  # also after an error: the other ranks then call model() themselves and report it like this one
+    finally:  # sent even after an error: the other ranks then call model() themselves and report the same error
         agreement.broadcast(announced)
     if announced is None:
         return built
@@ -123,7 +124,7 @@ def _build_for_all(recipe: Recipe, seed: int, placement: Placement, agreement: A
 def _build_on_meta(
     recipe: Recipe, seed: int, placement: Placement, agreement: Agreement, announced: _Announcement
 ) -> BuiltModel:
-    """On the other ranks: builds a model without memory, and checks that it is the one that rank 0 has built."""
+    """Builds a model on the meta device on the other ranks, and checks that it equals rank 0's model."""
     reason, model = None, None
     existing = _meta_tensors()
     seed_everything(seed, placement.devices)
@@ -133,7 +134,7 @@ def _build_on_meta(
             model = build_model(recipe)
         reason = _difference(model, announced, existing)
         if not torch.equal(generator, torch.get_rng_state()):
-            # Not the numbers that rank 0 drew there, because weights on the meta device drew none before them.
+            # These numbers differ from rank 0's: there, initialising the weights has advanced the generator first.
             reason = "model() draws random numbers on the CPU even if the default device is meta"
         weights = _weights_of(recipe, model, seed, placement)
     except Exception as error:
@@ -147,7 +148,7 @@ def _build_on_meta(
 
 
 def _sizes(model: nn.Module) -> tuple[int, int]:
-    """Bytes of the weights in host memory, and of all weights, also those that will be read from files."""
+    """Bytes of the weights in host memory, and of all weights including those that will be read from files."""
     sizes = [(weight.nbytes, weight.is_meta) for weight in model.parameters()]
     return sum(size for size, is_meta in sizes if not is_meta), sum(size for size, _ in sizes)
 
@@ -166,17 +167,17 @@ def _reason_of_any(reason: str | None, agreement: Agreement) -> str | None:
 
 
 def _difference(model: nn.Module, announced: _Announcement, existing: Sequence[Tensor]) -> str | None:
-    """Why a model that was built on the meta device cannot replace rank 0's; None if it can."""
+    """The reason why a model on the meta device cannot replace rank 0's model; None if it can."""
     for here, there in zip_longest(_structure(model), announced.structure):
         if here != there:
             return f"on the meta device it has {here}, otherwise {there}"
     tensors = dict[str, Tensor]([*model.named_parameters(), *model.named_buffers()])
     for name, parameter in model.named_parameters():
         if not parameter.is_meta:
-            return f"{name} has memory of its own"
-    # A mask in a plain attribute, a second model in the recipe, a table in a cache: nobody would send their values.
-    known = {id(part) for tensor in tensors.values() for part in (tensor, tensor._base)} | {*map(id, existing)}
-    if any(id(tensor) not in known for tensor in _meta_tensors()):
+            return f"{name} is not on the meta device"
+    # For instance a mask in a plain attribute or a second model in the recipe: rank 0 would not send their values.
+    expected_ids = {id(part) for tensor in tensors.values() for part in (tensor, tensor._base)} | {*map(id, existing)}
+    if any(id(tensor) not in expected_ids for tensor in _meta_tensors()):
         return "model() creates tensors that are neither weights nor buffers of the model"
     try:
         for name, tensor in tensors.items():

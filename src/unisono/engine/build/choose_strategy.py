@@ -1,4 +1,4 @@
-"""Chooses the strategy of a run: the one in the settings, or by memory with `--strategy auto`."""
+"""Chooses the strategy of a run: the strategy in the settings or, with `--strategy auto`, one that fits in memory."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _STATE_PER_WEIGHT = {"adamw8bit": 0.51, "adamw4bit": 0.27, "adafactor": 0.01, "p
 
 @dataclass(frozen=True)
 class ChosenStrategy:
-    """The strategy of a run."""
+    """The strategy of a run, and the reason for choosing it."""
 
     name: str
-    reason: str  # for the banner
+    reason: str  # why it was chosen, shown in the banner
     shard_size: int | None = None  # ranks that hold one copy of the weights; only for fsdp
 
 
@@ -101,7 +101,7 @@ def demand_of(model: nn.Module, settings: Settings) -> Demand:
 
 
 def _device_memory(placement: Placement) -> int | None:
-    """Bytes of memory of the smallest GPU of all ranks, which must choose alike; None on the CPU."""
+    """Memory of the smallest GPU in the run, in bytes, so that all ranks choose alike; None on the CPU."""
     if placement.device.type != "cuda":
         return None
     here = int(torch.cuda.get_device_properties(placement.device).total_memory)

@@ -1,4 +1,4 @@
-"""Builds the components that train: from a recipe and settings to a distributed model, an optimizer and a state."""
+"""Builds the components of training from a recipe and settings: a distributed model, an optimizer and a state."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class _InitialModel:
     """The recipe's model before it is distributed."""
 
     module: nn.Module
-    weights: Weights | None  # what Recipe.weights() returned
+    weights: Weights | None  # result of Recipe.weights()
     source: Weights | None  # fills a module that is on the meta device
     full_precision: Sequence[str]  # names of weights that are never cast to 16-bit
     blocks: Sequence[nn.Module]
@@ -210,10 +210,10 @@ def _transform_blocks(
             name, why = next(iter(obstacles.items()))
             remarks.append(f"activation_checkpointing selective: {name} {why}; recomputing such blocks as a whole")
         elif selective and swap is not None and settings.precision.compile:
-            # Swapped blocks are compiled first, and torch cannot choose results inside of compiled code.
+            # Swapped blocks are compiled first, and torch cannot choose which results to keep inside compiled code.
             selective = False
             why = "compiled blocks on the host can only be recomputed as a whole"
-            remarks.append(f"activation_checkpointing selective: {why}; doing that")
+            remarks.append(f"activation_checkpointing selective: {why}; recomputing whole blocks")
         for block in recomputed:
             recompute_activations(block, selective=selective and type(block).__name__ not in obstacles)
     if settings.precision.compile and len(placement.devices) > 1:

@@ -21,11 +21,11 @@ from unisono.settings import Settings
 
 @dataclass(frozen=True)
 class Datasets:
-    """What a run trains and evaluates on."""
+    """The datasets that a run trains and evaluates on."""
 
     train: Dataset[Any]
     evaluation: Dataset[Any] | None
-    num_samples: int  # of `train`
+    num_samples: int  # size of `train`
     remarks: list[str] = field(default_factory=list)
 
 

@@ -1,4 +1,4 @@
-"""The device of this rank, and torch's global switches for a run."""
+"""Chooses the device of this rank, and sets torch's global switches for a run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def find_placement(world: World, settings: Settings) -> Placement:
         device = torch.device("cpu")
         devices = [device]
     else:
-        # Without a launcher, the current device of this process, which the caller may have set.
+        # Without a launcher, uses the current device of this process, which the caller may have set.
         has_launcher = world.launcher != "plain"
         device = torch.device("cuda", world.local_rank % count if has_launcher else torch.cuda.current_device())
         torch.cuda.set_device(device)
@@ -82,7 +82,7 @@ def switches(settings: Settings, *, many_shapes: bool = False) -> Iterator[None]
     torch.set_float32_matmul_precision("high" if settings.precision.tf32 else "highest")
     cudnn.allow_tf32 = settings.precision.tf32
     if settings.run.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads this when it starts
         cudnn.benchmark = False
     torch.use_deterministic_algorithms(settings.run.deterministic)
     if many_shapes:

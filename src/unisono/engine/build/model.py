@@ -80,7 +80,7 @@ def _shape_of(func: Any, args: Any, kwargs: Any) -> list[int]:
         sizes = [size for size in args if isinstance(size, int)]
     try:
         return [int(size) for size in sizes]
-    except (TypeError, ValueError):  # torch explains it better
+    except (TypeError, ValueError):  # torch raises a better error
         return []
 
 

@@ -51,7 +51,7 @@ def _obstacle(recipe: Recipe, settings: Settings, strategy: str) -> str | None:
     if settings.parallel.blocks_on_host != 0:
         return "cuda_graph always reads the same memory, and blocks_on_host replaces weights; remove one of them"
     if recipe.coupled:
-        return "cuda_graph cannot record a loss that compares samples with each other; remove it"
+        return "cuda_graph cannot record a loss that compares samples with each other; remove cuda_graph"
     if recipe.refresh_every:
-        return "cuda_graph always reads the same memory, and this run replaces its samples; remove it"
+        return "cuda_graph always reads the same memory, and this run replaces its samples; remove cuda_graph"
     return None

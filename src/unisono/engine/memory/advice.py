@@ -19,7 +19,7 @@ _UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "bytes": 1}
 
 
 def advice(rank: int, message: str, components: Components, *, recomputes: bool) -> str:
-    """The error text: how much memory is missing for one sample, and what would help, in numbers."""
+    """The error text: the memory that is missing for one sample, and the memory that each remedy would free."""
     placement, strategy = components.strategy.placement, components.strategy
     demand = Demand(
         weights=_bytes(strategy.model.parameters()) - components.blocks_on_host.saved_bytes,
@@ -31,45 +31,45 @@ def advice(rank: int, message: str, components: Components, *, recomputes: bool)
     if message.startswith(IN_COUPLE):
         return (
             f"the loss of a whole global batch ({components.state.global_batch} samples) does not fit{where}, even "
-            f"next to one sample's activations: {message}; use a smaller global_batch_size"
-            + ("" if components.recipe.couples_by_rows else ", or write couple_rows(), which the ranks share")
+            f"with the activations of a single sample: {message}; use a smaller global_batch_size"
+            + ("" if components.recipe.couples_by_rows else ", or define couple_rows(), whose work the ranks divide")
         )
     begin = f"even one sample does not fit{where}: {message}"
-    wanted, free = _amount(rf"allocate {_AMOUNT}", message), _free(message)
-    if wanted is not None and free is not None:
-        amounts = f"{format_bytes(wanted)} more were needed, {format_bytes(free)} were free"
+    requested, free = _amount(rf"allocate {_AMOUNT}", message), _free(message)
+    if requested is not None and free is not None:
+        amounts = f"{format_bytes(requested)} more were needed, {format_bytes(free)} were free"
         begin = f"even one sample does not fit{where}: {amounts}"
-        missing = wanted - free
+        missing = requested - free
         begin += f", so at least {format_bytes(missing)} are missing" if missing > 0 else ", but fragmented"
-    kept = f"weights, gradients, optimizer state and average take {format_bytes(demand.total)} on each device"
+    usage = f"weights, gradients, optimizer state and average take {format_bytes(demand.total)} on each device"
     remedies = []
     if placement.device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(placement.device)
         activations = max(0, peak - demand.total)
-        kept += f", activations and the rest {format_bytes(activations)} when it failed"
+        usage += f", activations and the rest {format_bytes(activations)} when it failed"
         if not recomputes:
             remedies.append(f"activation_checkpointing (frees most of the activations' {format_bytes(activations)})")
     elif not recomputes:
         remedies.append("activation_checkpointing")
-    if not strategy.sharded and (remedy := _more_blocks_on_host(components.blocks_on_host, wanted, free)):
+    if not strategy.sharded and (remedy := _more_blocks_on_host(components.blocks_on_host, requested, free)):
         remedies.append(remedy)
     if not strategy.sharded:
         num = max(placement.world, 2)
         each = format_bytes(demand.total // num)
         remedies.append(f"strategy fsdp on {num} GPUs ({each} each instead of {format_bytes(demand.total)})")
     if not strategy.settings.fsdp_cpu_offload:
-        remedies.append(f"fsdp with fsdp_cpu_offload (takes {format_bytes(demand.total)} off the GPUs together)")
+        remedies.append(f"fsdp with fsdp_cpu_offload (frees {format_bytes(demand.total)}, summed over all GPUs)")
     if components.recipe.supports_context_parallel:
         size = 2 * placement.context
         remedies.append(f"context_parallel {size} (divides the activations of a sample between {size} GPUs)")
     if demand.average:
         remedies.append(f"ema_decay 0 (saves {format_bytes(demand.average)})")
-    return f"{begin}; {kept}. What would help: {', '.join(remedies)}"
+    return f"{begin}; {usage}. What would help: {', '.join(remedies)}"
 
 
-def _more_blocks_on_host(blocks: BlocksOnHost, wanted: int | None, free: int | None) -> str | None:
-    """The fewest blocks on the host that free what is missing, if that is known; all blocks otherwise."""
-    missing = blocks.device_bytes if wanted is None or free is None else max(wanted - free, 1)
+def _more_blocks_on_host(blocks: BlocksOnHost, requested: int | None, free: int | None) -> str | None:
+    """The fewest blocks on the host that free the missing memory; all blocks if that amount is unknown."""
+    missing = blocks.device_bytes if requested is None or free is None else max(requested - free, 1)
     more = blocks.fewest(blocks.device_bytes - missing)
     freed = blocks.device_bytes - more.device_bytes
     return f"blocks_on_host {more.num} (frees {format_bytes(freed)})" if freed > 0 else None

@@ -18,7 +18,7 @@ import torch
 
 _TRIM, _MMAP = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD of malloc.h
 _NEVER = -1
-_LARGE = 2**25  # bytes; larger tensors have their own pages. The largest threshold that the C library itself would use.
+_LARGE = 2**25  # bytes; larger tensors get their own pages. The C library itself uses no larger threshold.
 _TUNED_BY_USER = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "GLIBC_TUNABLES")
 
 
@@ -39,7 +39,7 @@ def kept_heap(device: torch.device) -> Iterator[None]:
 
 
 def return_freed_memory() -> None:
-    """Returns freed memory inside the heap to the system; the C library itself returns only what is at its end."""
+    """Returns freed memory inside the heap to the system; the C library returns only memory at its end."""
     if (library := _library()) is not None:
         library.malloc_trim(0)
 

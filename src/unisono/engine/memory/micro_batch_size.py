@@ -1,8 +1,8 @@
-"""The micro-batch size: as large as memory allows, without any effect on the result.
+"""Chooses the micro-batch size: as large as memory allows. The size has no effect on the result.
 
-All ranks halve it together when one runs out of memory. It grows only with `--micro_batch auto`: before the first step
-by trying sizes, and later by doubling, which is retried less often after each failure. If only a restart helps, the run
-folder's `memory.json` tells the next attempt the smaller size.
+All ranks halve the size together when one of them runs out of memory. It grows only with `--micro_batch auto`: before
+the first step by trying sizes, and later by doubling, which is retried less often after each failure. If only a restart
+helps, the next attempt reads a smaller size from the run folder's `memory.json`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class MicroBatchSizer:
         self._may_rise, self._largest = may_rise, min(largest, plan.share)
         self._first = plan.micro_batch
         if may_rise and plan.micro_batch < min(state.micro_batch, plan.share):
-            # The previous attempt ran out of memory after the checkpoint: do not start with that size again.
+            # The previous attempt ran out of memory after the checkpoint, so this one starts with a smaller size.
             state.memory_failures += 1
             self._take(plan.micro_batch)
 
@@ -52,10 +52,10 @@ class MicroBatchSizer:
         return size
 
     def is_new_to_next_attempt(self, size: int) -> bool:
-        """Whether the next attempt will find `size` stored and begin with a smaller size than this one did.
+        """Whether the next attempt will begin with `size`, and this attempt began with a larger size.
 
-        Not if the storing failed, nor if only a size that this attempt has risen to did not fit: the next attempt would
-        begin like this one, rise at the same step, and fail in the same way.
+        False if `size` could not be stored. Also false if this attempt began with a size that fits, raised it, and then
+        failed: the next attempt would do the same.
         """
         return size < self._first and stored_size(self._folder) == size
 
@@ -88,7 +88,7 @@ class MicroBatchSizer:
         return trials
 
     def fit(self, try_out: Callable[[BatchPlan], None]) -> bool:
-        """Halves the size until it fits, by trial; returns whether it had to. One sample is not tried further."""
+        """Tries the size and halves it until it fits or reaches one sample; returns whether the size has changed."""
         before = self.plan.micro_batch
         while self.plan.micro_batch > 1:
             try:
@@ -118,7 +118,7 @@ def stored_size(run_folder: Path) -> int | None:
     """The size that the previous attempt stored; None if there is none."""
     try:
         size = read_json(run_folder / _FILE)["micro_batch"]
-    except NotRegular as error:  # writing our file would replace it
+    except NotRegular as error:  # not a regular file, which writing would replace
         raise UserError(f"{run_folder / _FILE} cannot be read ({error.strerror}); remove it") from None
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -38,7 +38,7 @@ class ResumePoint:
 
     checkpoint: ChosenCheckpoint
     run_id: str
-    examination: Examination  # of the checkpoint's files
+    examination: Examination  # result of checking the checkpoint's files
 
     @property
     def path(self) -> Path | None:
@@ -68,7 +68,7 @@ def _find_checkpoint(run: EnteredRun, checks: FileChecks, *, was_started_before:
     """The checkpoint to continue from.
 
     `--resume PATH` names the checkpoint that a run begins with. Once the run has its own checkpoints, the same command
-    continues from the newest of those.
+    continues from the newest of these checkpoints.
     """
     resume, folder, name = run.settings.run.resume, run.folder.path, run.recipe_name
     stored_id = (run.record or {}).get("id")
@@ -90,7 +90,7 @@ def resume_from(
 ) -> ChosenCheckpoint:
     """Restores the checkpoint, or the newest older one that matches the model; returns it, with new notes.
 
-    `num_samples` is the size of the dataset. Every rank calls it, also for a run that begins at step 0.
+    `num_samples` is the size of the dataset. Every rank calls it, even if the run begins at step 0.
     """
     if point.path is None:
         return point.checkpoint

@@ -50,5 +50,5 @@ def remove_empty(folder: Path) -> None:
 
 
 def default_folder(recipe: str) -> str:
-    """runs/<recipe>-<time>"""
+    """The default run folder, runs/<recipe>-<time>."""
     return f"runs/{recipe.lower()}-{time.strftime('%Y%m%d-%H%M%S')}"

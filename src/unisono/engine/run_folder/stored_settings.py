@@ -1,4 +1,4 @@
-"""The settings stored in a run folder: a resumed run adopts them, and may change some but not all of them."""
+"""The settings stored in a run folder. A resumed run adopts these settings, and may change only some of them."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from unisono.settings import LARGEST_BATCH, LaunchSettings, ParallelSettings
 
 # How and where a run executes may change whenever it is resumed.
 _PER_START = {f.name for group in (LaunchSettings, ParallelSettings) for f in fields(group)}
-_PER_START -= {"sync_batch_norm", "find_unused_parameters"}  # except these settings, which affect the model
+_PER_START -= {"sync_batch_norm", "find_unused_parameters"}  # these settings affect the model
 _PER_START |= {"output_dir", "resume", "inject", "num_workers", "prefetch_factor", "pin_memory"}
 _PER_START |= {"batch_size", "gradient_accumulation_steps", "global_batch_size", "micro_batch", "guard_steps"}
 
 FIXED = ("shuffle", "optimizer", "base_precision")
-"""Engine settings that cannot change within a run: they decide which samples it reads, and when, what the optimizer's
-saved state means, or which frozen weights a LoRA is trained with. Neither can seed and effective batch, which have
-their own checks; a recipe lists its own settings in `Recipe.fixed`."""
+"""Engine settings that cannot change within a run, because the order of samples, the meaning of the optimizer's saved
+state or the frozen weights of a LoRA depend on them. The seed and the effective batch cannot change either, but have
+their own checks. A recipe lists its own settings in `Recipe.fixed`."""
 
 _MOST_RUNS = 20  # number of recent runs to compare with
 
@@ -91,7 +91,7 @@ def continue_run(
             f"{where}: its run.json cannot be used ({error}); restore it, or choose another folder"
         ) from None
     for name in (*FIXED, *fixed):
-        if name in record["config"]:  # without run.json only a checkpoint is left, which does not store the value
+        if name in record["config"]:  # false for a run without run.json: its checkpoints do not store this value
             _check_fixed(name, resolved, before.values[name], other_run)
     stored_values = {
         name: before.values[name] for name in record["config"] if not resolved.explicit(name) and name not in _PER_START
@@ -183,7 +183,7 @@ def sources_of(resolved: Resolved, record: Mapping[str, Any] | None) -> dict[str
 
 
 def unfinished(resolved: Resolved, recipe: str, classes: Sequence[type]) -> list[str]:
-    """If the user set no output_dir: a hint on how to continue the newest unfinished run with the same settings."""
+    """A hint on how to continue the newest unfinished run with the same settings, unless the user set output_dir."""
     if resolved.explicit("output_dir") or resolved.explicit("resume"):
         return []
     with suppress(OSError, UnisonoError, ValueError, KeyError, TypeError):  # a mere hint must never fail

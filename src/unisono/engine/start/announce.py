@@ -1,4 +1,4 @@
-"""What a run prints and records when it starts: the banner, notes, run.json and events."""
+"""Prints and records the start of a run: the banner, notes, run.json and events."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from unisono.typed_paths import as_typed
 def announce(run: TrainingRun, earlier_remarks: Sequence[str]) -> None:
     """Prints the banner and the notes, and queues this start's entry in run.json and events.jsonl; main rank only.
 
-    The run folder opens after the first step and writes what is queued then.
+    The run folder opens after the first step, and then writes the queued entries.
     """
     world = run.rank.world
     if not world.is_main:
@@ -96,7 +96,7 @@ def _versions() -> dict[str, str]:
     """Versions of the software and the GPU that a run's numbers depend on."""
     versions_by_name = {"python": platform.python_version(), "torch": torch.__version__}
     for package in ("unisono", "safetensors", "numpy", "diffusers", "transformers", "peft", "accelerate"):
-        with suppress(PackageNotFoundError):  # reads the metadata: importing the package would take seconds
+        with suppress(PackageNotFoundError):  # reads metadata, because an import would take seconds
             versions_by_name[package] = version(package)
     if torch.cuda.is_available():
         versions_by_name["cuda"] = str(torch.version.cuda)

@@ -29,7 +29,7 @@ def banner_of(run: TrainingRun, folder: str) -> str:
     rows = {
         "processes": f"{world.size}"
         + (f" on {world.num_nodes} machines" if world.num_nodes > 1 else "")
-        + (f", in groups of {placement.context} that carry a sample together" if placement.context > 1 else ""),
+        + (f", in groups of {placement.context} that share each sample" if placement.context > 1 else ""),
         "launcher": world.describe(),
         "device": _devices(placement.devices),
         "strategy": f"{strategy.name} ({components.why_strategy})",
@@ -52,7 +52,7 @@ def banner_of(run: TrainingRun, folder: str) -> str:
 
 
 def _unit(placement: Placement) -> str:
-    """What computes a share of the batch."""
+    """The name of the unit that computes a share of the batch: a GPU, a rank or a group of ranks."""
     if placement.context > 1:
         return "group"
     return "GPU" if placement.device.type == "cuda" else "rank"

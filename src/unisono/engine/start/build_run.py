@@ -103,12 +103,12 @@ def _plan_batch(
 @dataclass(frozen=True)
 class _DerivedLength:
     length: Length
-    entered: EnteredRun  # with the settings that follow from the length
+    entered: EnteredRun  # the run, with the settings that follow from its length
     remarks: list[str]
 
 
 def _derive_length(entered: EnteredRun, components: Components, num_samples: int, world_size: int) -> _DerivedLength:
-    """How many steps the run has, and the settings that follow from it."""
+    """Derives the number of steps of the run, and the settings that follow from it."""
     recipe, state = components.recipe, components.state
     whole_epochs = recipe.whole_epochs
     per_epoch = recipe.samples_per_epoch or num_samples

@@ -67,7 +67,7 @@ def _publish_path(claim: Path, path: str) -> None:
 
 
 def _read_path(claim: Path) -> str | None:
-    """The path of the first failing rank's traceback; the launcher may show this rank's error instead of that one."""
+    """The path of the first failing rank's traceback; the launcher may show this rank's error instead."""
     deadline = time.monotonic() + _OTHER_RANK_S
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError):

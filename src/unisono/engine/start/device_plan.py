@@ -54,11 +54,11 @@ def _check_backend(launch: LaunchSettings, *, on_gpu: bool) -> None:
     """Rejects NCCL for ranks on the CPU."""
     if launch.backend != "nccl" or on_gpu:
         return
-    reason, advice = "and there is none here", "leave --backend out: CPU ranks use gloo"
+    reason, advice = "and there is none here", "remove --backend: CPU ranks use gloo"
     if launch.gpus == "0":
         reason = "and --gpus 0 trains on the CPU"
     elif launch.nproc is not None and visible_gpus():
-        reason, advice = "and --nproc alone starts CPU ranks", "add --gpus 1, for instance, or leave --backend out"
+        reason, advice = "and --nproc alone starts CPU ranks", "add --gpus 1, for instance, or remove --backend"
     raise ConfigError(f"backend nccl needs a GPU, {reason}; {advice}")
 
 

@@ -1,7 +1,7 @@
 """A run that its caller drives: the user's own loop decides when to train, evaluate and save.
 
-The trainer still does the steps and handles faults; this module calls its pieces one by one. Every rank must make the
-same calls. A rank may spend any time between two calls: hang detection ignores it.
+The trainer still runs the steps and handles faults; this module calls its methods one by one. Every rank must make the
+same calls. A rank may spend any time between two calls: hang detection ignores that time.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class DrivenTrainer(Trainer):
         return self._train_to(self._strides.after(self.state.samples, steps), keep_reading=True)
 
     last_epoch: int | None = None
-    """The number of epochs that the caller will train, if it knows: the progress line then shows the whole run."""
+    """Number of the last epoch that the caller will train, if known: the progress line then shows the whole run."""
 
     def _train_to(self, end: int, keep_reading: bool, last: int | None = None) -> bool:
         self.length = Length(end, self._steps_at(end))
@@ -114,7 +114,7 @@ class DrivenTrainer(Trainer):
     def save_to(self, folder: Path) -> Path:
         """Saves a checkpoint in another folder and waits for it; the folder keeps only the newest one of this run."""
         self._settle()
-        self._report_saves(wait=True)  # one save at a time: all saves use the same process group
+        self._report_saves(wait=True)  # waits for a save in progress, because all saves use the same process group
         step = self.state.step
         if self._main:
             moved = set_aside_after(folder, step, self._run.identity, {})
@@ -122,7 +122,7 @@ class DrivenTrainer(Trainer):
                 self._recorder.message(f"set aside as {aside}: {why}")
             if moved and (remark := remark_on_asides(folder)) is not None:
                 self._recorder.message(remark)
-        # The run may have gone back since it saved this step there.
+        # The run may have saved this step there before, and then gone back to an earlier checkpoint.
         saver = self._make_saver(folder, keep_last=1, asynchronous=False, replaces=True)
         with self._recorder.not_training():
             self.components.strategy.share_buffers()

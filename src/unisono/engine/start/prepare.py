@@ -23,7 +23,7 @@ class StoppedBeforeTraining(Exception):
 
     def __init__(self, step: int) -> None:
         super().__init__("stopping before the first step; prepared files are kept")
-        self.step = step  # of the checkpoint that the run resumes from; 0 without one
+        self.step = step  # step of the checkpoint that the run resumes from; 0 without a checkpoint
 
 
 def build_recipe(run: EnteredRun, placement: Placement) -> Recipe:

@@ -1,4 +1,4 @@
-"""One rank, as our launcher starts it: `python -m unisono.engine.start.rank`, with the job's folder in UNISONO_JOB."""
+"""The program of a rank that our launcher starts; the environment variable UNISONO_JOB names the job's folder."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from unisono.formatting import describe_exception
 from unisono.typed_paths import adopt_typed, note_start_folder
 
 if __name__ == "__main__":
-    # Before torch: its import takes seconds in which the parent could die, a signal could arrive or a disk could hang.
+    # Done before torch is imported: that takes seconds, in which the parent could die or a signal could arrive.
     die_with_parent()
     note_signals_early()
     note_start_folder()
@@ -48,7 +48,7 @@ def main() -> int:
         tracebacks.save_if_unreported(error)
         outcome = Outcome("crashed", describe_exception(error), rank, traceback=tracebacks.format_short(error))
         if not trained.is_set() and not outcome.blames_a_peer:
-            outcome = replace(outcome, kind="failed")  # before the first step: another attempt would fail the same way
+            outcome = replace(outcome, kind="failed")  # before the first step, so another attempt would fail too
         write(folder, outcome)
     else:
         write(folder, Outcome(status, rank=rank))

@@ -133,12 +133,12 @@ def _module_from_file(file: Path) -> ModuleType:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     module._loaded_by_path = True  # type: ignore[attr-defined]
-    # Its own name, and its folder on sys.path, as if it had been run: then it can import its neighbours.
+    # The module gets its own name, and its folder is on sys.path, so that it can import files next to it.
     sys.path.insert(0, str(file.parent))
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # SystemExit: a script that parses its own arguments
+    except (Exception, SystemExit) as error:  # a script that parses its own arguments raises SystemExit
         del sys.modules[name]
         raise RecipeError(f"{file} does not import: {_in_one_line(error, file)}") from error
     return module
@@ -146,7 +146,7 @@ def _module_from_file(file: Path) -> ModuleType:
 
 def _module_from_name(name: str) -> ModuleType:
     if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # last: modules in the current folder are importable but shadow nothing
+        sys.path.append(os.getcwd())  # at the end, so that the current folder's modules shadow nothing
     try:
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:

@@ -33,7 +33,7 @@ from unisono.errors import (
 from unisono.settings import Settings, optimizer_presets
 from unisono.typed_paths import absolute, all_typed, as_typed, for_caller, note_start_folder
 
-# Only processes that train import torch: starting ranks and printing help must be fast.
+# Only processes that train import torch, because starting ranks and printing help must be fast.
 
 
 class LaunchFailed(UnisonoError):
@@ -65,7 +65,7 @@ def train(recipe: type[Recipe] | str, config: Any = None, **settings: Any) -> An
             configure(recipe_class, file=[Path(file) for file in files], overrides={**from_config, **settings}),
         )
     except Exception as error:
-        tracebacks.prune(error)  # for a bug in the recipe: drops dozens of our frames from the traceback
+        tracebacks.prune(error)  # for a bug in the recipe, drops dozens of the engine's frames from the traceback
         raise
 
 
@@ -123,7 +123,7 @@ def start(recipe_class: type[Recipe], resolved: Resolved) -> Any:
         return _train_here(recipe_class, resolved, world, None, [])
     plan = plan_devices(resolved)
     resolved = plan.applied_to(resolved)
-    if plan.ranks > 1 and machines(resolved.build(Settings).launch)[1] == 1:  # before any process starts
+    if plan.ranks > 1 and machines(resolved.build(Settings).launch)[1] == 1:  # refused before any process starts
         check_context(resolved.values["context_parallel"], plan.ranks)
     reference = importable_name(recipe_class)
     several = plan.ranks > 1 or machines(resolved.build(Settings).launch)[1] > 1
@@ -177,7 +177,7 @@ def _train_here(
     restarts = resolved.values["max_restarts"] if plain else 0
     num_counted = 0
     with ExitStack() as cleanup:
-        if plain:  # also between two attempts; under a launcher the main rank locks it
+        if plain:  # holds the lock between two attempts too; under a launcher the main rank locks the folder
             resolved, lock = lock_folder(resolved, recipe_class.__qualname__)
             cleanup.callback(lock.release)
         while True:

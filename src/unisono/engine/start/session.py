@@ -1,4 +1,4 @@
-"""One rank from start to finish: join the other ranks, enter the run folder, build the run, train."""
+"""Runs one rank from start to finish: joins the other ranks, enters the run folder, builds the run, trains."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def run_session(recipe_class: type[Recipe], resolved: Resolved, start: RankStart
                 result = session.run()
         except BaseException as error:
             note_crash(error, world, heartbeat.last, folder, start.job_folder)
-            if world.size == 1:  # with more ranks, a peer may have died, and leaving could wait for it forever
+            if world.size == 1:  # with several ranks, leaving could wait forever for a peer that has died
                 leave_process_group()
             raise
         leave_process_group(together=world.launcher in ("slurm", "mpi"))
@@ -69,7 +69,7 @@ def run_session(recipe_class: type[Recipe], resolved: Resolved, start: RankStart
 
 
 def join_ranks(start: RankStart, settings: Settings, limits: Limits) -> RankStart:
-    """Creates the process group; once all ranks have joined, returns `start` with what the user should know of it."""
+    """Creates the process group; returns `start` with notes for the user once all ranks have joined."""
     backend = join_process_group(
         start.world,
         find_placement(start.world, settings).device,
@@ -174,7 +174,7 @@ class Session:
 
 
 def _remarks_on_changes(entered: EnteredRun) -> list[str]:
-    """Notes on what differs from the last start of this run."""
+    """Notes on the differences between this start of the run and its last one."""
     remarks = []
     if entered.changed:
         changes = (f"{name} {old} → {new}" for name, (old, new) in entered.changed.items())

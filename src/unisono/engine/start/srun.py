@@ -144,7 +144,7 @@ def _print(text: str) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """`FOLDER RUN CODE ATTEMPT MAX_RESTARTS`, as the script calls it."""
+    """Parses FOLDER RUN CODE ATTEMPT MAX_RESTARTS, which the script passes, and returns its exit code."""
     folder, run = Path(argv[0]), Path(argv[1])
     code, attempt, max_restarts = map(int, argv[2:])
     try:

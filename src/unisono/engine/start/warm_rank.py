@@ -58,7 +58,7 @@ def _answer(answers: object, value: dict[str, int]) -> None:
 
 
 def _become_rank(environ: dict[str, str]) -> None:
-    """Does what a new process of `unisono.engine.start.rank` does, including what Python and torch do at start-up."""
+    """Does the same as a new process of `unisono.engine.start.rank`, including the start-up of Python and torch."""
     os.setsid()
     os.environ.update(environ)
     folder = Path(os.environ["UNISONO_JOB"])
@@ -74,7 +74,7 @@ def _become_rank(environ: dict[str, str]) -> None:
     from unisono.engine.start.rank import main as train
 
     np.random.seed()  # Python reseeds its own generator after a fork
-    if "OMP_NUM_THREADS" in environ:  # the library read it when it was loaded
+    if "OMP_NUM_THREADS" in environ:  # OpenMP has read the variable already, when it was loaded
         torch.set_num_threads(int(environ["OMP_NUM_THREADS"]))
     end_process(train())
 

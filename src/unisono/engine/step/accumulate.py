@@ -84,9 +84,9 @@ class GradientAccumulator:
         self._guard = Guard(self._strategy, -1 if captures else settings.batch.guard_steps)
         self._graphed = GraphedFunction(self._forward_and_backward) if captures else None
         self.expected_count = torch.ones((), device=self._device, dtype=torch.float64)
-        """Totals are divided by this before backward. It is on the device, where recorded kernels can read it."""
+        """The divisor of totals before backward; a tensor on the device, because recorded kernels read it there."""
         self._expected = 1.0
-        self._names: list[str] = []  # of the sums of a micro-batch
+        self._names: list[str] = []  # names of the sums of a micro-batch
         self.bad: list[BadSample] = []  # samples of this step that any rank could not read
         self.counts = CountCheck()
         """Checks the counts that loss() returns."""
@@ -96,20 +96,20 @@ class GradientAccumulator:
         sharing = self._strategy.placement.context
         self.flops = FlopMeter(self._recipe, peak=peak, can_count=can_count, sharing=sharing)
         """Counts the operations of the steps."""
-        self._waits = WaitTimer(self._device, active=self._world > 1)  # of the current step
+        self._waits = WaitTimer(self._device, active=self._world > 1)  # waits of the current step
 
     def compute(self, micro_batches: Iterator[MicroBatch], requests: Mapping[str, float]) -> StepSums:
         """Consumes one step's micro-batches. Raises OutOfMemoryTogether on all ranks if the step can be repeated."""
         try:
             try:
-                # Also for a step that is not recorded (a rank without samples): the next replay reads its buffers.
+                # Done even if this step is not recorded (a rank without samples): the next replay reads these buffers.
                 with nullcontext() if self._graphed is None else self._strategy.buffers.in_place():
                     return self._compute(micro_batches, requests)
-            except Exception as error:  # for instance during the all-reduce, when this rank cannot notify the others
+            except Exception as error:  # during the all-reduce, for instance, this rank cannot notify others
                 self._note_failure(error, Attempt(), final=True)
                 raise
         except OutOfMemoryTogether as error:
-            # Their frames may hold activations, whose memory the next attempt needs.
+            # The frames of the exceptions may hold activations, whose memory the next attempt needs.
             error.__traceback__ = error.__context__ = None
             if self._graphed is not None:
                 self._graphed.forget()  # the next attempt has a different shape
@@ -133,7 +133,7 @@ class GradientAccumulator:
         self._guard.buffers.save()
         try:
             with self._strategy.trying_out():
-                # The second one needs more memory: the gradients of the first exist.
+                # Runs two, because the second needs more memory: the gradients of the first exist.
                 for number, micro in enumerate(itertools.islice(micro_batches, 2)):
                     total = self._forward(micro, number, attempt, inject_nan=False)
                     if total is not None:
@@ -144,7 +144,7 @@ class GradientAccumulator:
             if self._agreement.start({"oom": attempt.failure is not None}).read()["oom"]:
                 raise OutOfMemoryTogether(attempt.failure)
         except OutOfMemoryTogether as error:
-            total = error.__traceback__ = error.__context__ = None  # as in `compute`
+            total = error.__traceback__ = error.__context__ = None  # frees the frames that hold activations
             raise
         finally:
             self._names, self._state.expected_count = before
@@ -190,7 +190,7 @@ class GradientAccumulator:
         bad += micro.bad if self._strategy.placement.counts else ()
         self._guard.note_shape(micro.data)
         if is_first:
-            with self._waits.waiting():  # for the buffers of rank 0
+            with self._waits.waiting():  # waits for the buffers of rank 0
                 self._strategy.begin_step(guarded=self._guard.is_needed)
             self._guard.buffers.save()
         return micro
@@ -201,7 +201,7 @@ class GradientAccumulator:
         return self._agreement.start({**requests, **flags})
 
     def _summed(self, attempt: Attempt, agreed: dict[str, float], lap: DeviceTimer) -> StepSums:
-        """After the last backward pass: reduces gradients and sums across ranks, unless that has happened already."""
+        """Reduces gradients and sums across ranks after the last backward pass, unless that has happened already."""
         if attempt.guarded:
             self._heartbeat.at("reduce", self._state.step + 1)
             with self._waits.waiting():
@@ -236,7 +236,7 @@ class GradientAccumulator:
             total = results["total"]
             if not (micro.is_dummy or attempt.trial):
                 self.counts.add(step, row[1], len(positions))
-            # The ranks that carry a sample together compute the same sums: those of one rank count.
+            # Ranks that share a sample compute the same sums, so only one of these ranks contributes them.
             counted = weight if self._strategy.placement.counts else 0.0
             row = row if counted else row * 0.0
         except Exception as error:
@@ -297,7 +297,7 @@ class GradientAccumulator:
             if is_timed:
                 self._waits.end_backward()
         except Exception as error:
-            if isinstance(error, NotImplementedError) and "Sparse" in str(error):  # from DDP's or FSDP's reduction
+            if isinstance(error, NotImplementedError) and "Sparse" in str(error):  # raised by DDP's or FSDP's reduction
                 raise sparse_gradient() from None
             self._note_failure(error, attempt, final=reduces)
 
@@ -362,9 +362,9 @@ class GradientAccumulator:
             raise RecipeError(f"loss(): metrics were {before} and now are {now}; keep their names")
 
     def _seed_dropout(self, micro_batch: int) -> None:
-        """Seeds dropout, so that it repeats exactly at the same world size, whatever a loader has drawn before.
+        """Seeds dropout, so that it repeats exactly at the same world size, even if a loader has drawn random numbers.
 
-        The ranks of a context group draw the same: what each of them computes for a whole sample must agree.
+        The ranks of a context group draw the same numbers, so that their results for a whole sample agree.
         """
         placement = self._strategy.placement
         key = key_of(Purpose.DROPOUT, self._settings.run.seed, self._state.step, placement.data_rank, micro_batch)

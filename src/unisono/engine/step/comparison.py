@@ -1,9 +1,9 @@
 """The loss of embedding rows that are compared with each other, and its gradient with respect to the rows.
 
 A recipe with `couple` computes the loss of all rows at once: a contrastive loss of B rows then needs a matrix of B x B
-numbers. A recipe with `couple_rows` computes it for a range of anchors, rows that are compared with all others. Ranges
-of anchors can be divided between ranks, and computed one after the other within a rank. The largest matrix is then as
-high as one range.
+numbers. A recipe with `couple_rows` computes the loss for a range of anchors, which are rows that are compared with all
+rows. Ranges of anchors can be divided between ranks, and computed one after the other within a rank. The largest matrix
+then has only as many rows as one range.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def compare_anchors(
 ) -> Compared:
     """Computes the loss of the `anchors`, at most `at_once` together, and adds its gradient to `gradients`.
 
-    Without anchors it computes one all the same, with weight 0: the names of the sums must be known on every rank.
+    If `anchors` is empty, it computes one row with weight 0, because every rank must know the names of the sums.
     """
     for each in floating(rows).values():
         each.requires_grad_()
@@ -64,8 +64,8 @@ def compare_anchors(
             raise RecipeError("couple_rows(): metrics differ between ranges of rows; keep their names")
         if anchors:
             _add_gradient(results, rows, gradients, inject_nan=inject_nan)
-        found = row_of(results) if anchors else torch.zeros_like(row_of(results))
-        sums = found if sums is None else sums + found
+        part_sums = row_of(results) if anchors else torch.zeros_like(row_of(results))
+        sums = part_sums if sums is None else sums + part_sums
         del results  # frees the graph, and with it the matrix, before the next range
     assert sums is not None
     return Compared(names, sums, len(anchors))

@@ -1,4 +1,4 @@
-"""What a training step works on: the recipe, the distributed model, the optimizer, the average and the state."""
+"""The objects that a training step uses: recipe, distributed model, optimizer, average of the weights, and state."""
 
 from __future__ import annotations
 
@@ -26,5 +26,5 @@ class Components:
     state: TrainState
     remarks: list[str]  # notes for the user, printed once
     captures: bool  # steps are recorded as CUDA graphs
-    recordable: bool  # they are not recorded, but could be
+    recordable: bool  # steps are not recorded, but could be
     blocks_on_host: BlocksOnHost

@@ -9,8 +9,8 @@ only through one row per sample, so the chain rule can be split there:
 
 It needs the memory of one micro-batch, and any number of ranks and micro-batches gives the result of one large batch.
 With one micro-batch per rank nothing is computed twice. If the recipe can compute the loss of a range of rows
-(`couple_rows`), each rank computes the loss of its share of the rows, a micro-batch of them at a time, and the ranks
-sum their gradients; otherwise every rank computes the whole loss.
+(`couple_rows`), each rank computes the loss of its share of the rows, a micro-batch of rows at a time, and the ranks
+sum their gradients. Otherwise every rank computes the whole loss.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ class CoupledGradientAccumulator(GradientAccumulator):
         while not micros or not micros[-1].chunk.last:
             micro = self._next_micro_batch(micro_batches, bad, is_first=not micros)
             if micro.chunk.last:
-                self._guard.buffers.rewind()  # earlier passes run again with a graph: only then may they change buffers
+                self._guard.buffers.rewind()  # earlier passes run again, and only then may they change buffers
             embedded.append(self._embed(micro, len(micros), attempt, graph=micro.chunk.last, last=not micros))
             micros.append(micro)
         lap.end()
         self._heartbeat.at("reduce", step)
-        # After the last forward pass, not before it: the next operation is a collective.
+        # Checked after the last forward pass, because the next operation is a collective.
         with self._waits.waiting():
             agreed = self._start_exchange(requests, bad, attempt).read()
         self._act_on(agreed, bad, attempt)
@@ -65,7 +65,7 @@ class CoupledGradientAccumulator(GradientAccumulator):
         return self._summed(attempt, agreed, lap)
 
     def _forward(self, micro: MicroBatch, number: int, attempt: Attempt, inject_nan: bool) -> Tensor | None:
-        """For a memory trial: a scaled number that depends on all rows."""
+        """Returns a scaled number that depends on all rows, for a memory trial."""
         rows = self._embed(micro, number, attempt, graph=True, last=False)
         return (
             None if rows is None else self._scaled(torch.stack([each.sum() for each in floating(rows).values()]).sum())
@@ -104,7 +104,7 @@ class CoupledGradientAccumulator(GradientAccumulator):
         self, micros: Sequence[MicroBatch], embedded: Sequence[Rows | None], attempt: Attempt, inject_nan: bool
     ) -> list[Rows]:
         """Computes the loss of all rows; returns its gradient with respect to the rows of each micro-batch here."""
-        # Not in the `try`: a rank that fails here leaves others waiting in the all-reduce and cannot tell them.
+        # Outside of the `try`: a rank that fails here cannot notify the others, which wait in the all-reduce.
         where = [positions_tensor(micro.positions, self._device) - min(micro.chunk.global_batch) for micro in micros]
         whole = self._gather(micros, embedded, where)
         usable = self._usable(micros[0])
@@ -120,7 +120,7 @@ class CoupledGradientAccumulator(GradientAccumulator):
                 compared = compare_all(self._recipe, rows, gradients, inject_nan=inject_nan)
         except Exception as error:
             self._note_failure(error, attempt, final=not attempt.guarded, where=IN_COUPLE)
-        # A rank that ran out of memory joins these collectives: the others learn about it after their backward passes.
+        # A rank that ran out of memory joins these collectives: others are notified after their backward passes.
         self._take_sums(compared, attempt)
         if self._recipe.couples_by_rows and self._world > 1:
             with self._waits.waiting():
@@ -135,7 +135,7 @@ class CoupledGradientAccumulator(GradientAccumulator):
     def _gather(
         self, micros: Sequence[MicroBatch], embedded: Sequence[Rows | None], where: Sequence[Tensor]
     ) -> dict[str, Tensor]:
-        """The rows of the whole global batch from all ranks, in the order of the sample stream; 0 for missing ones."""
+        """The rows of the whole global batch from all ranks, in the order of the sample stream; missing rows are 0."""
         size = len(micros[0].chunk.global_batch)
         first = embedded[0]
         assert first is not None
@@ -188,14 +188,17 @@ class CoupledGradientAccumulator(GradientAccumulator):
         if self._state.expected_count == 0.0:  # the only host-device sync
             self._state.expected_count = power_of_two_near(float(compared.sums[1].item()))
             self._expect(self._state.expected_count)
-        # The all-reduce adds up the sums of all ranks. If all have the same ones, only one rank contributes.
+        # The all-reduce adds up the sums of all ranks. If each rank has computed the whole loss, only one contributes.
         is_own = by_rows or self._strategy.placement.rank == 0
         attempt.sums = compared.sums if is_own else torch.zeros_like(compared.sums)
 
     def _backward_all(
         self, micros: Sequence[MicroBatch], kept: list[Rows | None], gradients: Sequence[Rows], attempt: Attempt
     ) -> None:
-        """Runs backward for the last micro-batch, whose graph is in `kept`, then embeds the others again for theirs."""
+        """Runs backward for the last micro-batch, whose graph is in `kept`.
+
+        Then embeds each of the other micro-batches again, and runs backward for it.
+        """
         numbers = [len(micros) - 1, *range(len(micros) - 1)]
         for number in numbers:
             last = number == numbers[-1]

@@ -33,16 +33,16 @@ class GraphedFunction:
 
     def __init__(self, function: Callable[..., Tensor]) -> None:
         self._function = function
-        self._num_calls: Counter[Hashable] = Counter()  # by kind of input, since the last replay
-        self._kind: Hashable = None  # of the graph's inputs
+        self._num_calls: Counter[Hashable] = Counter()  # calls since the last replay, by kind of input
+        self._kind: Hashable = None  # the kind of the graph's inputs
         self._graph: torch.cuda.CUDAGraph | None = None
         self._inputs: tuple[Any, ...] = ()
         self._output: Tensor | None = None
 
     def __call__(self, *inputs: Any) -> Tensor:
-        """function(*inputs); the next call overwrites the result, so copy what you keep."""
+        """Returns function(*inputs). The next call overwrites the result, so copy it if you need it longer."""
         kind = _kind_of(inputs)
-        if self._graph is None or kind != self._kind:  # the last batch of a run, for instance
+        if self._graph is None or kind != self._kind:  # another kind of input, such as the last batch of a run
             if len(self._num_calls) >= _MOST_KINDS:
                 self._num_calls.clear()
             self._num_calls[kind] += 1
@@ -81,7 +81,7 @@ class GraphedFunction:
                 raise
             raise TrainingFailed(
                 f"cuda_graph: this recipe's step cannot be recorded ({in_one_line(error)}); remove host-device "
-                "syncs (.item(), .tolist(), `if` on a tensor) from loss(), or leave --cuda_graph out"
+                "syncs (.item(), .tolist(), `if` on a tensor) from loss(), or remove --cuda_graph"
             ) from error
         self._graph, self._kind = graph, kind
 
@@ -102,7 +102,7 @@ class GraphedFunction:
 
 
 def _kind_of(inputs: tuple[Any, ...]) -> Hashable:
-    """What a graph depends on: shapes and dtypes of tensors, and the values of numbers and strings."""
+    """The properties of inputs that a graph depends on: shapes and dtypes of tensors, values of numbers and strings."""
     return shape_of(inputs), tuple((type(leaf), leaf) for leaf in leaves(inputs) if isinstance(leaf, _PLAIN))
 
 
@@ -115,5 +115,5 @@ def _fixed(leaf: Any) -> Any:
         return leaf
     raise TrainingFailed(
         f"cuda_graph: the batch holds a {type(leaf).__name__}, and a recorded step would only ever see the first one; "
-        "let collate() return tensors (in dicts, lists, tuples or dataclasses), or leave --cuda_graph out"
+        "let collate() return tensors (in dicts, lists, tuples or dataclasses), or remove --cuda_graph"
     )

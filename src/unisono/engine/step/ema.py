@@ -52,14 +52,14 @@ class Ema(Average):
         self._settings = settings
 
     def decay(self, updates: int) -> float:
-        """The decay of the update that follows `updates` earlier ones."""
+        """The decay of the next update, after `updates` earlier updates."""
         if not self._settings.ema_warmup:
             return self._settings.ema_decay
         return min(self._settings.ema_decay, (1 + updates) / (10 + updates))
 
     @torch.no_grad()
     def update(self, updates: int) -> None:
-        """Moves the average towards the weights, in one kernel for all of them."""
+        """Moves the average towards the weights, with one kernel for all weights."""
         torch._foreach_lerp_(self._averages, self._weights, 1 - self.decay(updates))
 
     @torch.no_grad()
@@ -90,9 +90,9 @@ class Ema(Average):
     @torch.no_grad()
     def _exchange(self) -> None:
         for weight, average in zip(self._weights, self._averages, strict=True):  # one temporary weight at a time
-            kept = weight.clone()
+            copy = weight.clone()
             weight.copy_(average)
-            average.copy_(kept)
+            average.copy_(copy)
 
 
 class ScheduleFreeAverage(Average):
@@ -113,7 +113,7 @@ class ScheduleFreeAverage(Average):
 
     @property
     def num_bytes(self) -> int:
-        """None: it is not stored."""
+        """0, because the average is not stored."""
         return 0
 
     @contextmanager

@@ -2,10 +2,10 @@
 
 The operations of a micro-batch depend on the shapes of its tensors only. So each shape is counted once, in a real
 forward and backward pass, when it occurs for the second time: in the first pass a recipe may compile functions. Code
-that was compiled is never counted: torch would run it uncompiled under a dispatch mode, and also ever after. Recomputed
-activations do not count. The counter sees PyTorch's own operations; it cannot see kernels that a recipe launches
-itself, nor operations inside compiled code. Such recipes define `flops`, which is called when a shape occurs for the
-first time; the counter is not active then.
+that was compiled is never counted, because under a dispatch mode torch would run it uncompiled, and continue to do so
+afterwards. Recomputed activations do not count. The counter sees only PyTorch's own operations, not the kernels that a
+recipe launches itself and not the inside of compiled code. A recipe with such code defines `flops`, which is called
+when a shape occurs for the first time; the counter is not active then.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from unisono.data.loader import MicroBatch
 from unisono.engine.recipe import Recipe
 from unisono.engine.step.guard import num_elements, shape_of
 
-_MAX_SHAPES = 64  # of further shapes the operations are estimated from the nearest size
+_MAX_SHAPES = 64  # the operations of further shapes are estimated from the nearest size
 _MAX_NAMED = 1024  # further shapes are distinguished by size only
 _PER_OCTAVE = 8  # different sizes per factor of two
 
@@ -36,17 +36,17 @@ class FlopMeter:
     def __init__(self, recipe: Recipe, *, peak: float | None, can_count: bool, sharing: int = 1) -> None:
         """`peak` is the device's rate in FLOP/s; without it nothing is counted.
 
-        `can_count`: operations are visible to a dispatch mode; otherwise only Recipe.flops() can tell. `sharing`: the
-        number of ranks that carry a sample together, each of which computes its part of what Recipe.flops() tells.
+        `can_count`: operations are visible to a dispatch mode; otherwise only Recipe.flops() knows their number.
+        `sharing`: the number of ranks that share a sample; each computes 1 / `sharing` of Recipe.flops().
         """
         self.peak, self._sharing = peak, sharing
         self._recipe, self._has_formula = recipe, type(recipe).flops is not Recipe.flops
         self._active = peak is not None and (can_count or self._has_formula)
         self._can_count = can_count
-        self._flops: dict[Hashable, float] = {}  # of a micro-batch, by shape
+        self._flops: dict[Hashable, float] = {}  # operations of a micro-batch, by shape
         self._sizes: dict[Hashable, int] = {}  # number of elements, of every shape so far
         self._step: Counter[Hashable] = Counter()  # micro-batches of the current step
-        self._finished: Counter[Hashable] = Counter()  # and of the finished ones, until `per_step` reads them
+        self._finished: Counter[Hashable] = Counter()  # those of finished steps, until `per_step` reads them
         self._num_steps = 0
         self._counter = _Counter()
         self._asked: set[Hashable] = set()  # shapes that Recipe.flops() was called for
@@ -83,7 +83,7 @@ class FlopMeter:
         return self._can_count and (compiler is None or not compiler.counters["frames"]["total"])
 
     def see(self, batch: Any) -> None:
-        """Asks the recipe for the operations of the batch of this micro-batch, which is on the device now."""
+        """Calls Recipe.flops() with the data of the current micro-batch, which is on the device now."""
         if self._open is None or not self._asks:
             return
         flops = self._recipe.flops(batch)

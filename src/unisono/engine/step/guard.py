@@ -1,4 +1,4 @@
-"""Decides which steps are guarded, and restores what a step has changed before it is repeated.
+"""Decides which steps are guarded, and restores a failed step's changes before the step is repeated.
 
 If one rank runs out of memory, the others must not wait for it forever. In a guarded step the all-reduce of gradients
 starts only after all ranks have agreed that none failed, so it does not overlap with the backward pass. Therefore only
@@ -22,7 +22,7 @@ from unisono.parallel.buffers import BufferBackup
 from unisono.parallel.strategy import Strategy
 
 _GROWTH = 1.02  # a peak that grows by a smaller factor counts as unchanged
-_MANY = 64  # shapes; beyond that, new ones are distinguished by size only
+_MANY = 64  # number of shapes; further shapes are distinguished by size only
 
 
 class Guard:
@@ -31,7 +31,7 @@ class Guard:
     def __init__(self, strategy: Strategy, guard_steps: int) -> None:
         self._strategy, self._steps = strategy, guard_steps
         self._passed: Counter[Hashable] = Counter()  # successful guarded steps, by shape
-        self._shapes: list[Hashable] = []  # of this step
+        self._shapes: list[Hashable] = []  # shapes of the micro-batches of this step
         self._peak = 0.0
         self.buffers = BufferBackup(strategy.model)
         """The model's buffers at the beginning of the step."""
@@ -56,7 +56,7 @@ class Guard:
         """Records the shapes of a micro-batch of this step."""
         if self.is_possible and self._steps > 0:
             shape = shape_of(data)
-            # Texts of many lengths rarely repeat a shape: beyond some number, only the size distinguishes them.
+            # Texts of many lengths rarely repeat a shape, so after many shapes only the size counts.
             if shape not in self._passed and len(self._passed) >= _MANY:
                 shape = ("so large", num_elements(data).bit_length())
             self._shapes.append(shape)

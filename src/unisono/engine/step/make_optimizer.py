@@ -61,7 +61,7 @@ def from_settings(
         "betas": (settings.beta1, settings.beta2),
         "momentum": settings.beta1,
         "eps": settings.epsilon,
-        # One kernel for all weights, which also skips a non-finite step on the device without a host sync.
+        # The fused optimizer updates all weights in one kernel, and skips a non-finite step without a host sync.
         "fused": True,
     }
     if "fused" not in accepted:
@@ -142,6 +142,6 @@ def _check_coverage(optimizer: Optimizer, parameters: NamedParameters) -> list[s
     if not left_out:
         return []
     return [
-        f"the optimizer leaves out {len(left_out)} of {len(parameters)} trainable weights, {left_out[0]} for instance: "
-        "they keep their initial values (requires_grad_(False) would also save the memory of their gradients)"
+        f"the optimizer does not update {len(left_out)} of {len(parameters)} trainable weights, such as "
+        f"{left_out[0]}: they keep their initial values (requires_grad_(False) would also save their gradients' memory)"
     ]

@@ -1,8 +1,9 @@
 """One optimizer step: computes the gradient of a global batch, normalises and clips it, and updates the weights.
 
 The gradient of a step is  sum over all micro-batches and ranks of grad(total)  /  sum of their counts.  The counts are
-known only after the last forward pass, so backward runs on  total / expected count  (a power of two, so the division
-is exact; without it fp16 sums would overflow) and one factor corrects it after the ranks have summed:
+known only after the last forward pass. So backward runs on  total / expected count,  and one factor corrects the
+gradients after the ranks have summed them. Without this division, fp16 sums would overflow. The expected count is a
+power of two, so the division is exact.
 
     factor = expected count x the strategy's divisor / true count / loss scale x clipping
 
@@ -57,7 +58,7 @@ class StepReport:
 
     @property
     def why_skipped(self) -> str:
-        """Why the step was skipped."""
+        """The reason why the step was skipped, for a message."""
         if not 0 < self.count < math.inf:
             return f"loss() counted {self.count:g} items"
         return "non-finite loss or gradient"
@@ -65,7 +66,7 @@ class StepReport:
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What the host knows once it has launched a step; the step's own numbers arrive one step later."""
+    """The information that the host has after launching a step; the step's own numbers arrive one step later."""
 
     previous: StepReport | None  # the report of the previous step
     requests: Mapping[str, float]  # flags that any rank has set, such as a stop request
@@ -82,7 +83,7 @@ class _Unread:
     names: list[str]
     own: DeviceTimer
     waits: WaitTimer
-    numbers: Tensor  # on the host, valid once `arrived` has happened
+    numbers: Tensor  # in host memory, valid once `arrived` has happened
     arrived: torch.cuda.Event | None
 
     @property
@@ -113,7 +114,7 @@ class OptimizerStep:
 
     @property
     def measured(self) -> list[str]:
-        """The names of the metrics of loss(), also of those that a step omits because their count is 0."""
+        """The names of the metrics of loss(), including those that a step omits because their count is 0."""
         return metrics_in(self._gradient.names)
 
     @property
@@ -122,7 +123,7 @@ class OptimizerStep:
         return self._gradient.flops
 
     def counts_remark(self, *, ended: bool = False) -> str | None:
-        """A warning about the counts of loss(), once, if they look wrong."""
+        """A warning if the counts that loss() returns look wrong; returned only once."""
         return self._gradient.counts.remark(ended=ended)
 
     def run(
@@ -147,7 +148,7 @@ class OptimizerStep:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            # Some weights may be updated and others not.
+            # The optimizer may have updated some weights and not others.
             raise OutOfMemoryHere(f"in the optimizer: {in_one_line(error)}") from error
         host, arrived = _to_host(numbers)
         names = [*_FIXED, *self._group_norms, *summed.names[2:]]

@@ -88,7 +88,7 @@ class OptimizerWrapper:
     def set_own_learning_rate(self, rate: Any) -> float:
         """Sets the rate that a recipe's learning_rate() returned; returns the first group's rate.
 
-        One number is the first group's rate, and the other groups keep their ratio to it; a sequence has one per group.
+        One number is the first group's rate, and the other groups keep their ratio to it; a sequence has one each.
         """
         several = isinstance(rate, Sequence) and not isinstance(rate, str)
         rates = list(rate) if several else [rate]
@@ -98,7 +98,7 @@ class OptimizerWrapper:
             raise RecipeError(f"learning_rate() returned {len(rates)} rates; the optimizer has {groups} groups")
         if not several:
             base = self._peaks[0]
-            rates = [rates[0] * (peak / base) if base else rates[0] for peak in self._peaks]  # x 1 is exact
+            rates = [rates[0] * (peak / base) if base else rates[0] for peak in self._peaks]  # a factor of 1 is exact
         return self._set_rates([float(each) for each in rates], own=True)
 
     def _set_rates(self, rates: Sequence[float], *, own: bool = False) -> float:
@@ -118,7 +118,7 @@ class OptimizerWrapper:
         return groups
 
     def make_capturable(self) -> bool:
-        """Moves what changes between steps to the device, so that a step can be recorded; False if it cannot."""
+        """Moves values that change between steps to the device, so that steps can be recorded; False if impossible."""
         groups = self.optimizer.param_groups
         if not self._fused or not all("capturable" in group for group in groups):
             return False
@@ -141,7 +141,7 @@ class OptimizerWrapper:
         in_kernel = self._fused and bool(gradients) and gradients[0].dtype == torch.float32
         if in_kernel:  # the kernel divides by grad_scale itself, which saves a pass over the gradients
             self.optimizer.grad_scale = (1 / factor).to(device, torch.float32)  # type: ignore[attr-defined]
-        elif gradients:  # also for float64: the kernel reads grad_scale as float32, which is not exact enough
+        elif gradients:  # without a fused kernel, or with float64, for which float32 grad_scale is not exact enough
             torch._foreach_mul_(gradients, factor.to(device, gradients[0].dtype))
         self.optimizer.step()
 
@@ -155,7 +155,7 @@ class OptimizerWrapper:
         }
 
     def is_by_rows(self, slot: str) -> bool | None:
-        """Whether state tensors of this name have a row for each row of the weight; None: those of the same shape."""
+        """Whether state tensors of this name have a row for each row of the weight; None: if they have its shape."""
         parts = self.optimizer.parts if isinstance(self.optimizer, CombinedOptimizer) else [self.optimizer]
         if any(slot in getattr(part, "row_slots", ()) for part in parts):
             return True
@@ -173,7 +173,7 @@ class OptimizerWrapper:
     def without_state_missing_in(self, saved: Collection[str]) -> Iterator[None]:
         """Drops state that the checkpoint does not contain, because it was saved before that state existed.
 
-        Puts it back if the checkpoint turns out not to fit.
+        Restores that state if the checkpoint turns out not to fit.
         """
         dropped: list[tuple[dict[str, Any], str, Tensor]] = []
         for parameter, slots in self.optimizer.state.items():
@@ -199,7 +199,7 @@ class OptimizerWrapper:
             if isinstance(current, Tensor):
                 current.copy_(value)
             else:
-                # Slots that the optimizer creates in its first step go to the weight's device; a step counter stays.
+                # State that the optimizer creates in its first step moves to the weight's device, except step counters.
                 home = value.device if value.dim() == 0 else parameters[name].device
                 self.optimizer.state[parameters[name]][slot] = value.to(home)
         for name, slots in plain.items():

@@ -1,4 +1,4 @@
-"""Recognises out-of-memory errors, and defines the two exceptions with which a step ends because of one."""
+"""Recognises out-of-memory errors, and defines the two exceptions that a step raises after one."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class LossScale:
         self._good_steps = torch.zeros((), dtype=torch.int32, device=device)
 
     def update(self, found_inf: Tensor) -> None:
-        """After a step: halves the scale if it overflowed, else counts towards doubling it."""
+        """Called after each step: halves the scale if the step overflowed, otherwise counts towards doubling it."""
         torch._amp_update_scale_(self.value, self._good_steps, found_inf.float(), 2.0, 0.5, _GROW_EVERY)
 
     def to_json(self) -> dict[str, float]:

@@ -44,9 +44,9 @@ def flatten_loss(loss: Any) -> dict[str, Tensor]:
         # torch.full launches a kernel; torch.tensor would copy from the host.
         return torch.full((), float(value), device=total.device, dtype=torch.float64)
 
-    taken = sorted(_RESERVED & set(loss.metrics))
-    if taken:
-        raise RecipeError(f"loss(): a metric cannot be called {taken[0]}, a name that every run uses; rename it")
+    reserved = sorted(_RESERVED & set(loss.metrics))
+    if reserved:
+        raise RecipeError(f"loss(): a metric cannot be called {reserved[0]}, a name that every run uses; rename it")
     sums = {"total": total, "count": tensor("count", loss.count)}
     for name, value in sorted(loss.metrics.items()):
         if isinstance(value, tuple):
@@ -96,11 +96,11 @@ def describe_metrics(names: list[str]) -> str:
 
 
 class CountCheck:
-    """Detects a loss() that returns a mean, by its counts in the first steps of this process."""
+    """Detects a loss() that returns a mean: it counts 1 item in every micro-batch of the first steps."""
 
     def __init__(self) -> None:
         self._steps: set[int] = set()
-        self._samples = 0  # of the largest micro-batch
+        self._samples = 0  # number of samples in the largest micro-batch
         self._ones = True
         self._has_warned = False
 

@@ -2,8 +2,8 @@
 
 Losses and metrics are compared relative to max(1, |value|), with a fixed tolerance per precision (`TOLERANCES`).
 
-Weights need another tolerance. Adam divides a gradient by its own size, so a weight whose true gradient is zero (the
-usual example: key biases of attention) follows the sign of the gradient's rounding error: in each run it moves by up to
+Weights need another tolerance. Adam divides a gradient by its own size. A weight whose true gradient is zero, such as
+the key biases of attention, therefore follows the sign of the gradient's rounding error: in each run it moves by up to
 the learning rate per step, in either direction. The losses do not change, because they do not depend on such a weight.
 The tolerance of each element of a weight w is therefore
 
@@ -155,11 +155,11 @@ class Differences:
     different_weight: str | None = None
     """The first weight, in the model's order, whose difference exceeds its tolerance."""
     different_buffers: tuple[str, ...] = ()
-    """Tensors that differ although no optimizer updates them; the forward pass has changed them."""
+    """Names of tensors that differ although no optimizer updates them, such as buffers."""
 
     @property
     def same(self) -> bool:
-        """Whether this is the same run."""
+        """Whether the run is the same as the reference."""
         return self.trained_the_same and self.different_metric is None
 
     @property
@@ -226,7 +226,7 @@ def _weights(reference: RunRecord, other: RunRecord, limit: Tolerance) -> Iterat
         same_non_finite = ~a.isfinite() & ((a == b) | (a.isnan() & b.isnan()))
         gaps = torch.where(same_non_finite, 0.0, gaps).nan_to_num(nan=math.inf)
         is_same = bool((gaps <= limit.weight_floor * scale).all())
-        if not is_same:  # reads the optimizer's state only in this case
+        if not is_same:  # only then reads the optimizer's state
             is_same = bool((gaps <= limit.weight_floor * scale + reference.drift_of(name, limit.epsilon)).all())
         yield name, float((gaps / scale).max()), is_same
 
@@ -249,7 +249,7 @@ def _number(value: object) -> float:
 
 
 def _numbers(value: object) -> list[float]:
-    """All numbers in a JSON value: a number, a curve, or a mapping of these."""
+    """All numbers in a JSON value, which is a number, a curve, or a mapping of numbers and curves."""
     if isinstance(value, list):
         return [number for each in value for number in _numbers(each)]
     if isinstance(value, Mapping):

@@ -46,7 +46,7 @@ class VerifyPlan:
     strategies: Sequence[str]
     precision: str
     context: int = 1
-    """Number of ranks that carry a sample together, in runs of several ranks."""
+    """Number of ranks that share a sample, in runs of several ranks."""
 
     def __post_init__(self) -> None:
         if self.precision not in TOLERANCES:
@@ -58,7 +58,7 @@ class VerifyPlan:
             check_context(self.context_of(ranks), ranks)
 
     def context_of(self, ranks: int) -> int:
-        """How many ranks carry a sample together in a run of this many ranks; one rank is on its own."""
+        """Number of ranks that share a sample in a run of `ranks` ranks; 1 if there is only one rank."""
         return self.context if ranks > 1 else 1
 
     @property
@@ -69,18 +69,18 @@ class VerifyPlan:
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to execute the same steps."""
+    """A number of ranks, a strategy and a micro-batch size with which to execute the steps."""
 
     ranks: int
     strategy: str
     micro_batch: int
     micro_batches: int
-    shard_size: int | str = "auto"  # of fsdp and hsdp
+    shard_size: int | str = "auto"  # number of ranks per copy of the weights, for fsdp and hsdp
     context: int = 1
 
     @property
     def layout(self) -> str:
-        """The strategy, the number of ranks that hold one copy of the weights, and of those that carry a sample."""
+        """The strategy, the number of ranks that hold one copy of the weights, and the number that share a sample."""
         shards = "" if self.shard_size == "auto" else f" {self.shard_size}"
         return f"{self.strategy}{shards}" + ("" if self.context == 1 else f", context {self.context}")
 
@@ -91,7 +91,7 @@ class Variant:
 
 
 class VariantFailed(TrainingFailed):
-    """A run did not finish."""
+    """Raised for a run that did not finish."""
 
     def __init__(self, message: str, trace: str = "") -> None:
         super().__init__(message)
@@ -100,11 +100,11 @@ class VariantFailed(TrainingFailed):
 
 @dataclass(frozen=True)
 class VariantResult:
-    """The differences of a variant from the reference, or why it failed."""
+    """The differences between a variant and the reference, or the reason why the variant failed."""
 
     variant: Variant
     role: str
-    """"reference", "repeat" (the second run of the reference) or "variant"."""
+    """The role of the run: "reference", "repeat" (the second run of the reference) or "variant"."""
     differences: Differences | None = None
     failure: VariantFailed | None = None
 
@@ -145,7 +145,7 @@ def variants(plan: VerifyPlan, global_batch: int, shard_size: int | str = "auto"
 
 
 def _shard_size(strategy: str, ranks: int, requested: int | str) -> int | str:
-    """The shard_size of a variant: the user's; for hsdp without one, two copies of the weights if possible."""
+    """The shard_size of a variant: the user's value; for hsdp without one, two copies of the weights if possible."""
     if strategy not in ("fsdp", "hsdp"):
         return "auto"
     return divisors(ranks)[-2] if strategy == "hsdp" and requested == "auto" else requested
@@ -202,7 +202,7 @@ def verify(
 def _compare_all(runner: _Runner, to_run: Sequence[Variant], precision: str) -> Verdict:
     reference = runner.run(to_run[0])
     results = [VariantResult(to_run[0], "reference", compare(reference, reference, precision))]
-    # Runs in another process, so that what Python randomises at its start (string hashes) differs too.
+    # Runs in another process, so that string hashes, which Python randomises at its start, differ too.
     again = runner.run(to_run[0], first=1, remark=" again")
     ignored = frozenset[str]()
     differences = compare(reference, again, precision)
@@ -353,7 +353,7 @@ def _failure(variant: Variant, cause: Outcome | None, folder: Path) -> VariantFa
 
 
 def _gpus(resolved: Resolved, ranks: int) -> str:
-    """One GPU per rank; if there are fewer GPUs, all of them, and ranks share them."""
+    """The setting gpus: one GPU per rank, or all GPUs if there are fewer than ranks, which then share GPUs."""
     if resolved.explicit("gpus") and resolved.values["gpus"] == "0":
         return "0"
     return str(min(ranks, len(visible_gpus())))

@@ -1,1 +1,1 @@
-"""Highlights of long videos: learn to score them, choose the best moments, cut them out."""
+"""Highlight detection in long videos: learns to score moments, chooses the best ones and cuts them out."""

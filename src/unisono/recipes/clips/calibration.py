@@ -1,4 +1,7 @@
-"""Decides which moments score too low to cut, by the video's best moment and by the run's held-out videos."""
+"""Decides which moments score too low to cut.
+
+The limit depends on the score of the video's best moment, and on the scores that the run gave to held-out videos.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ HIGHLIGHTS, OTHERS = "score_of_highlights", "score_of_others"
 """Evaluation metrics: the mean score of held-out clips that are highlights, and of those that are not."""
 
 _OF_BEST = 0.1
-_OF_GAP = 0.25  # below 0.5, so that a moment of one highlight and one other clip is still cut
+_OF_GAP = 0.25  # fraction of the gap; below 0.5, so that a moment of one highlight and one other clip is cut
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,7 @@ class Calibration:
 
     @property
     def floor(self) -> float:
-        """The lowest score to cut: nearer to other clips than to highlights; 0 if the run cannot tell them apart."""
+        """The lowest score to cut: a quarter of the way from other clips to highlights; 0 if others score higher."""
         gap = self.highlights - self.others
         return self.others + _OF_GAP * gap if gap > 0 else 0.0
 

@@ -81,7 +81,7 @@ class Clips(Recipe):
         from unisono.recipes.clips.data.extract import Extraction
         from unisono.recipes.clips.data.splits import make_mirror, read_splits
 
-        self.prepared = work.folder  # the engine sets it too, but callers outside a run need it here
+        self.prepared = work.folder  # set here too for callers outside a run
         cache = Path(self.config.cache_dir).expanduser() if self.config.cache_dir else work.folder
         if self.config.data_path == settings.MIRROR:
             make_mirror(self.config, cache, work)

@@ -30,10 +30,10 @@ _SMALL_MODEL = 3_000_000  # number of weights; the default model has a tenth of 
 
 @dataclass(frozen=True)
 class Scored:
-    """The scores of a video, and facts about it that are known only after reading the whole file."""
+    """The scores of a video, and properties that are known only after the whole file has been read."""
 
     scores: NDArray[np.float64]
-    """[T] one score per clip, from 0 to 1."""
+    """One score per clip [T], from 0 to 1."""
     clip_seconds: float
     duration: float
     has_sound: bool

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class VideoScorer:
-    """A function that scores videos, and the facts about its run that clips.json and the page report."""
+    """A function that scores videos, and the information about its run that clips.json and the page show."""
 
     score: Callable[[Path, Callable[[float], None]], Scored]
     """Takes a video, and a callback for the number of seconds processed so far."""

@@ -1,4 +1,4 @@
-"""Records unusable files on disk, where all ranks can read the list, so that all ranks train on the same samples."""
+"""Records unusable files on disk. All ranks read these records, so that they train on the same samples."""
 
 from __future__ import annotations
 

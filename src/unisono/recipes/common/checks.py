@@ -32,7 +32,7 @@ def check_range(config: Any, least: Mapping[str, float], most: Mapping[str, floa
 
 def _can_be_a_path(text: str) -> bool:
     path = os.path.expanduser(text)
-    if path == text and text.startswith("~"):  # `~name` of an unknown user
+    if path == text and text.startswith("~"):  # the home folder of an unknown user
         return False
     try:
         os.stat(path)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _LENGTH = 32  # hexadecimal digits: 128 bits
 _MODEL_SUFFIXES = (".json", ".model", ".safetensors")  # a changed README does not change the model
-_MAX_WHOLE = 2**26  # in bytes; of larger files, only some blocks are hashed
+_MAX_WHOLE = 2**26  # in bytes; only some blocks of a larger file are hashed
 _BLOCK, _NUM_BLOCKS = 2**12, 512
 
 
@@ -34,7 +34,7 @@ def combined(*parts: Any) -> str:
 
 
 def of_folders(folders: Iterable[Path], *extra: str) -> str:
-    """Returns the fingerprint of a model on disk; `extra` lists whatever else changes its output, such as the dtype."""
+    """Returns the fingerprint of a model on disk; `extra` lists other properties that change its output."""
     parts: list[Any] = list(extra)
     for folder in folders:
         files = sorted(path for path in folder.iterdir() if path.suffix in _MODEL_SUFFIXES and path.is_file())

@@ -1,4 +1,4 @@
-"""Records which base weights a LoRA run uses, because its LoRA would silently give wrong results with any others."""
+"""Records which base weights a LoRA run uses, because with other weights the LoRA would silently give wrong results."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ _Json = TypeVar("_Json", dict[str, Any], list[Any])
 
 
 def read_json(path: Path, kind: type[_Json]) -> _Json:
-    """Reads a JSON file whose top level must be an object or a list, as `kind` says."""
+    """Reads a JSON file whose top level must be of type `kind`, an object (dict) or a list."""
     if not path.is_file():  # opening a FIFO would block forever
         raise ConfigError(f"{path} is missing; copy or download the model again")
     try:

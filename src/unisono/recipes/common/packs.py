@@ -24,7 +24,7 @@ from torch import Tensor
 
 from unisono.recipes.common.cache_files import remove_leftovers, write_cache_file
 
-_MAX_TENSORS = 256  # per pack; limits the size of the header
+_MAX_TENSORS = 256  # number of tensors per pack, which limits the size of the header
 _MAX_BYTES = 2**26
 _MAX_SECONDS = 15.0  # longest time between writes in seconds; limits the work lost if the process is killed
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64, "I64": torch.int64}
@@ -34,7 +34,7 @@ class PackEntry(NamedTuple):
     """The location of a tensor in a pack, its shape and its dtype."""
 
     pack: str
-    start: int  # in bytes
+    start: int  # offset in the file, in bytes
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -77,7 +77,7 @@ class Packing:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.write()  # even after an exception, because these tensors are complete
+        self.write()  # writes even after an exception, because these tensors are complete
 
     def add(self, key: str, tensor: Tensor) -> None:
         """Adds a tensor."""

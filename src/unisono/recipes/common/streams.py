@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 VIDEO_SUFFIXES = (".mp4", ".avi", ".mov", ".mkv", ".webm")
 
-MAX_PIXELS = 2**27  # per frame; a small file may declare any frame size
+MAX_PIXELS = 2**27  # limit per frame, because a small file may declare any frame size
 # Without this list, a playlist named video.mp4 would make FFmpeg open any file or URL that it lists.
 _FORMATS = "mov,matroska,avi,mpegts,mpeg,flv,asf,ogg"
 
@@ -32,7 +32,7 @@ def open_media(path: Path, kind: str = "video") -> Iterator[InputContainer]:
     import av
 
     check_file(path)
-    # An absolute path, because FFmpeg would treat a file named `http:video.mp4` as a URL.
+    # Uses an absolute path, because FFmpeg would treat a file named `http:video.mp4` as a URL.
     options = {"format_whitelist": _FORMATS, "protocol_whitelist": "file"}
     # Before version 19, PyAV raises an error for metadata in an invalid encoding.
     lenient: dict[str, Any] = {"metadata_errors": "replace"} if int(av.__version__.split(".")[0]) < 19 else {}

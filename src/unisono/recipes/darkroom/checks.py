@@ -21,7 +21,7 @@ _AT_MOST = {
 }
 _MAX_PARAMETERS = 2 * 10**9
 _MAX_HISTORY_BYTES = 2**35
-_MAX_EVAL_STEPS = 10**8  # per task; an evaluation keeps all of them in memory
+_MAX_EVAL_STEPS = 10**8  # limit per task, because an evaluation holds all steps in memory
 
 
 def check_config(config: Any, room: Room, num_tasks: int) -> None:
@@ -90,7 +90,7 @@ def _check_sizes(config: Any, room: Room, num_tasks: int) -> None:
             f"tf_n_embd {width}, tf_n_layer {config.tf_n_layer} and tf_n_inner {config.tf_n_inner} make a model of "
             f"{parameters:,} parameters; expected at most {_MAX_PARAMETERS:,}"
         )
-    size = 3 * num_tasks * config.total_source_timesteps  # a byte each for cell, action and reward
+    size = 3 * num_tasks * config.total_source_timesteps  # one byte each for cell, action and reward
     if size > _MAX_HISTORY_BYTES:
         raise ConfigError(
             f"total_source_timesteps {config.total_source_timesteps} for each of {num_tasks} tasks need "

@@ -1,7 +1,7 @@
 """Translates config files of other implementations.
 
-They describe the environment, the source learner and the model in three YAML files, merged into one flat mapping. Every
-key either has the same effect here, or is an error that gives the reason.
+They describe the environment, the source learner and the model in three YAML files, merged into one flat mapping. A
+key either has the same effect here, or raises an error with the reason.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _CONSTANTS: Mapping[str, tuple[Any, Any, str]] = {
     "flash_attn": (bool, True, "attention always uses torch's fused kernels, without a mask"),
     "dim_states": (int, 2, "a state is a cell, x and y"),
     "dim_actions": (int, 1, "an action is one number"),
-    "num_actions": (int, 5, "the environments have four moves and one action that stays"),
+    "num_actions": (int, 5, "the environments have five actions: four moves and staying in place"),
     "policy": (str, "MlpPolicy", "the source learner ppo uses a small MLP"),
     "tensorboard_log": (str | None, None, "only the run writes TensorBoard files, not the source learners"),
 }

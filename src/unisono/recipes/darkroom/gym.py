@@ -67,7 +67,7 @@ class RoomEnv(gymnasium.Env[Observation, np.int64]):
         return self._observation(), {"task": self._task}
 
     def step(self, action: np.int64) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
-        """Takes an action: 0 x+1, 1 x-1, 2 y+1, 3 y-1, 4 stays. A move into a wall stays in place."""
+        """Takes an action: 0 is x+1, 1 is x-1, 2 is y+1, 3 is y-1, 4 stays. A move into a wall stays in place."""
         if self._steps is None or self._steps >= self.horizon:
             raise gymnasium.error.ResetNeeded("the episode has ended or not started; call reset() first")
         if not self.action_space.contains(action):

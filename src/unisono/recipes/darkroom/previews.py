@@ -1,4 +1,4 @@
-"""The preview of a run: a figure and a table of how well the model learns unseen tasks in context."""
+"""The preview of a run: a figure and a table that show how well the model learns unseen tasks in context."""
 
 from __future__ import annotations
 

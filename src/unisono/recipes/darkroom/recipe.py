@@ -56,7 +56,7 @@ class Darkroom(Recipe):
     fixed: ClassVar[Sequence[str]] = (
         # The tasks and their split:
         *("env", "grid_size", "horizon", "env_split_seed", "train_env_ratio", "num_validation", "num_tasks"),
-        # The histories, and how contexts are cut out of them:
+        # The histories, and the contexts cut out of them:
         *("source", "alg_seed", "n_stream", "total_source_timesteps", "source_noise", "source_shared", "source_lr"),
         *("n_steps", "source_batch_size", "n_epochs", "traj_dir", "train_n_stream", "train_source_timesteps"),
         *("history_skip", "n_transit", "use_compressed_context", "compress_interval"),
@@ -130,7 +130,7 @@ class Darkroom(Recipe):
         return []
 
     def dataset(self, split: str) -> Any:
-        """Contexts of the histories for training; (task, group) pairs to play for evaluation."""
+        """Returns contexts of the histories for training, or (task, group) pairs to play for evaluation."""
         from unisono.recipes.darkroom.data.histories import read_histories
         from unisono.recipes.darkroom.data.windows import TwoRegions, Windows
 
@@ -154,10 +154,10 @@ class Darkroom(Recipe):
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         actions, learned = batch.actions, batch.learned
         if self.config.loss_positions == "last":
-            # One random position per context, as if the context ended there.
+            # Uses one random position per context, as if the context ended there.
             if learned is None:
                 position = noise.integers(0, actions.shape[1], 1)
-            else:  # a position in the current region
+            else:  # the position is in the current region
                 position = learned.int().argmax(1, keepdim=True) + noise.integers(0, self.config.compress_interval, 1)
             logits = logits.gather(1, position[..., None].expand(-1, -1, logits.shape[-1]))
             actions, learned = actions.gather(1, position), None

@@ -1,4 +1,4 @@
-"""The environments: thousands of episodes run as one batch, and a step is a few tensor operations.
+"""The environments. Thousands of episodes run as one batch, and a step of all of them takes a few tensor operations.
 
 A room is a grid with walls around it. An agent observes only its own cell. It must infer the task (where the goal is,
 what the actions do, where the key and the door are) from rewards. Episodes have a fixed length and all rows of a batch
@@ -82,7 +82,7 @@ class Room(ABC):
         return self._neighbours.on(cells.device).view(-1, NUM_ACTIONS)[cells]
 
     def move(self, tasks: Tensor, cells: Tensor, actions: Tensor) -> Tensor:
-        """Returns the cells that the actions lead to; a move into a wall stays in place."""
+        """Returns the cells that the actions lead to. A move into a wall leads to the same cell."""
         return self._neighbours.on(cells.device)[cells * NUM_ACTIONS + actions]
 
     def step(self, episode: Episode, actions: Tensor) -> tuple[Episode, Tensor]:
@@ -93,7 +93,7 @@ class Room(ABC):
         return Episode(episode.tasks, cells, stage), rewards
 
     def straight(self, cells: Tensor, targets: Tensor, uniform: Tensor) -> Tensor:
-        """Returns the moves [batch] that lead straight from cells to targets; at the target, the move that stays.
+        """Returns the moves [batch] that lead straight from cells to targets; at the target, the move that stays there.
 
         If a move along x and one along y are equally good, `uniform` [batch], in [0, 1), decides.
         """
@@ -176,9 +176,9 @@ class DarkroomPermuted(Room):
 class DarkKeyToDoor(Room):
     """The agent must find the key, then the door; each gives a reward of 1. A task is key cell * cells + door cell.
 
-    One step takes the key or opens the door, never both. If key and door are in the same cell, arriving there takes the
-    key, and a later step that ends there (such as staying) opens the door. Taking a key on the start cell also needs a
-    step.
+    One step takes the key or opens the door, never both. If both are in the same cell, the step that arrives there
+    takes the key, and a later step that ends there (such as staying) opens the door. If the key is in the start cell,
+    taking it needs a step too.
     """
 
     name = "dark_key_to_door"
@@ -219,7 +219,7 @@ class Split:
 
     @property
     def all(self) -> list[int]:
-        """All tasks."""
+        """The tasks of all three groups."""
         return [*self.train, *self.validation, *self.unseen]
 
 
@@ -238,7 +238,7 @@ def split_tasks(num_tasks: int, seed: int, train_ratio: float, num_validation: i
 
 
 def _neighbours(size: int) -> Tensor:
-    """A table of the cell that each move leads to, at index cell * actions + action."""
+    """A flat table of the cell that each move leads to; the index is cell * actions + action."""
     cells = torch.arange(size * size)[:, None]
     moves = torch.tensor(MOVES)
     x, y = (cells // size + moves[:, 0]).clamp(0, size - 1), (cells % size + moves[:, 1]).clamp(0, size - 1)
@@ -246,7 +246,10 @@ def _neighbours(size: int) -> Tensor:
 
 
 def _straight_moves(size: int) -> Tensor:
-    """A table of the move towards each target, along x or y first, at (along_y * cells + cell) * cells + target."""
+    """A flat table of the move from each cell towards each target.
+
+    The index is (along_y * cells + cell) * cells + target; `along_y` is 1 for paths that move along y first.
+    """
     cells = torch.arange(size * size)
     dx, dy = (cells[None] // size - cells[:, None] // size), (cells[None] % size - cells[:, None] % size)
     along_x, along_y = (dx < 0).long(), 2 + (dy < 0).long()

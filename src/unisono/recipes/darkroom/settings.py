@@ -13,7 +13,7 @@ class Config(Recipe.Config):
     """Algorithm Distillation"""
 
     env: Literal["darkroom", "darkroom_permuted", "dark_key_to_door"] = "darkroom"
-    """Environment: an unknown goal, unknown effects of the actions, or an unknown key and door."""
+    """Environment to train on. The agent does not know where the goal is (darkroom), what its actions do (darkroom_permuted), or where the key and the door are (dark_key_to_door)."""
     grid_size: int = 9
     """Number of cells along each side of the grid."""
     horizon: int = 0
@@ -23,7 +23,7 @@ class Config(Recipe.Config):
     train_env_ratio: float = 0.9
     """Fraction of the tasks to use for training and validation. The rest are unseen until evaluation."""
     num_validation: int = 8
-    """Number of these tasks to use for validation, which selects the best checkpoint, instead of training."""
+    """Number of tasks to hold out from the training fraction for validation, which selects the best checkpoint."""
     num_tasks: int = 0
     """Number of tasks to use, drawn with env_split_seed. 0 uses all tasks, or 500 for dark_key_to_door."""
 
@@ -34,7 +34,7 @@ class Config(Recipe.Config):
     n_stream: int = 100
     """Number of source learners per task."""
     total_source_timesteps: int = 100_000
-    """Number of environment steps per task, over all its source learners: each takes total_source_timesteps / n_stream."""
+    """Number of environment steps per task, summed over its n_stream source learners."""
     source_noise: float = 0.0
     """explorer: probability of taking a random action."""
     source_shared: bool = False
@@ -55,7 +55,7 @@ class Config(Recipe.Config):
     train_source_timesteps: int = 1000
     """Number of steps at the start of each history to train on."""
     history_skip: int = 1
-    """Train on every n-th episode of a history, so that the transformer learns faster in context than its source."""
+    """Train only on every n-th episode of each history, so that the transformer learns faster in context than its source learner. 1 uses all episodes."""
     n_transit: int = 240
     """Context length in tokens: one per transition, and two separators with use_compressed_context."""
     loss_positions: Literal["every", "last"] = "every"
@@ -63,7 +63,7 @@ class Config(Recipe.Config):
     use_compressed_context: bool = False
     """Use the previous and the current region of the history as context, instead of the last n_transit transitions."""
     compress_interval: int = 80
-    """Number of transitions per region."""
+    """Number of transitions per region, with use_compressed_context."""
 
     tf_n_embd: int = 64
     """Hidden size of the transformer."""
@@ -81,10 +81,10 @@ class Config(Recipe.Config):
     """Label smoothing of the cross-entropy loss."""
 
     eval_episodes: int = 100
-    """Number of episodes to play in context per task and repetition."""
+    """Number of episodes to play in context per task and repetition of an evaluation."""
     eval_repeats: int = 4
-    """Number of times to play each task."""
+    """Number of repetitions of each task in an evaluation."""
     eval_train_tasks: int = 8
-    """Number of training tasks to play for comparison."""
+    """Number of training tasks to play in evaluations, for comparison with unseen tasks."""
     greedy: bool = False
     """Take the most likely action in evaluations instead of sampling one."""

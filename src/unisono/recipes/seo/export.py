@@ -103,7 +103,7 @@ def _write(
         save_tokenizer(tokenizer, folder, max_length)
     file = folder / "config.json"
     config = json.loads(file.read_text()) | (extra_config or {})
-    config.pop("_name_or_path", None)  # a local path
+    config.pop("_name_or_path", None)  # may be a local path
     _json(file, config)
     return whole
 

@@ -18,7 +18,7 @@ from unisono.errors import ConfigError
 from unisono.recipes.seo import settings
 from unisono.recipes.seo.checks import check_config, check_kind
 
-if TYPE_CHECKING:  # so that `unisono train seo --help` does not import torch
+if TYPE_CHECKING:  # `unisono train seo --help` must not import torch
     from torch import Tensor, nn
 
     from unisono.data.noise import Noise
@@ -67,7 +67,7 @@ class Seo(Recipe):
         presets: dict[str, Any] = {"best_metric": metric, "best_mode": mode}
         if values["model_name"] == "tiny":
             presets["learning_rate"] = 1e-3
-        if values["num_epochs"] is None and values["max_steps"] is None:  # only if the user sets neither
+        if values["num_epochs"] is None and values["max_steps"] is None:  # the user has set neither
             presets["num_epochs"] = _EPOCHS
         if values["model_name"] != "tiny" and on_cpu(values):
             if "num_epochs" in presets:
@@ -143,7 +143,7 @@ class Seo(Recipe):
     def model(self) -> nn.Module:
         """Builds the task's model."""
         model, remark = self.task.model(), None
-        if self.global_batch:  # only for training, not for export
+        if self.global_batch:  # set only for training, not for export
             self.task.get_ready(model, flash_attention=self.flash_attention)
             remark = self.task.start_remark(self.global_batch)
         self.remarks = [*self.task.remarks, *([remark] if remark else []), *self._length_remarks]

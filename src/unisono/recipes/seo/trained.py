@@ -75,7 +75,7 @@ class Ranker:
             return self.embed(queries, "query") @ self.embed(pages, "page").T
         query_rows = _rows(self._tokenizer, queries, self.config.query_length, special_tokens=False)
         page_rows = _rows(self._tokenizer, pages, self.config.max_length, special_tokens=False)
-        # One query at a time, because all pairs together may not fit into memory.
+        # Scores one query at a time, because all pairs together may not fit into memory.
         return torch.stack([self._pair_scores(query, page_rows) for query in query_rows])
 
     def _vectors(self, rows: Sequence[Row], numbers: Sequence[int]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Checks of settings that both Wan recipes have."""
+"""Validates the settings that both Wan recipes have."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def check_frames(num_frames: int) -> None:
 
 
 def check_size(height: int, width: int, multiple: int) -> None:
-    """Raises ConfigError for sides that are not multiples of `multiple` pixels."""
+    """Raises ConfigError if height or width is not a multiple of `multiple` pixels."""
     for name, side in (("height", height), ("width", width)):
         if side < 1 or side % multiple:
             below = max(0, side // multiple * multiple)
@@ -46,9 +46,9 @@ def check_positions(shapes: Iterable[tuple[int, ...]], transformer: Mapping[str,
         if any(side // size > most for side, size in zip(shape[1:], patch, strict=True)):
             height, width, pixels = (side * spatial_factor for side in (shape[2], shape[3], patch[1]))
             raise ConfigError(
-                f"a sample of {shape[1]} latent frames, {height} × {width} pixels, exceeds this model's positions "
-                f"({most} along each side, of {pixels} pixels each); use a smaller max_pixels, or a smaller height and "
-                "width"
+                f"a sample of {shape[1]} latent frames, {height} × {width} pixels, is too large for this model's "
+                f"rotary embedding ({most} positions along each side, of {pixels} pixels each); use a smaller "
+                "max_pixels, or a smaller height and width"
             )
 
 
@@ -58,7 +58,7 @@ def num_tokens(shape: Sequence[int], patch: Sequence[int]) -> int:
 
 
 def check_tokens(shapes: Iterable[tuple[int, ...]], patch: Sequence[int], context_size: int) -> None:
-    """Raises ConfigError for latents with fewer tokens than ranks that carry a sample together."""
+    """Raises ConfigError for latents with fewer tokens than the ranks that share each sample."""
     for shape in shapes:
         number = num_tokens(shape, patch)
         if number < context_size:

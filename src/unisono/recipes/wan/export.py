@@ -23,23 +23,23 @@ if TYPE_CHECKING:
 
 _SHARD = "5GB"
 _LIBRARIES = ("diffusers", "transformers")
-_KINDS = {".json", ".safetensors", ".model", ".txt"}  # no pickles, no code
+_KINDS = {".json", ".safetensors", ".model", ".txt"}  # file types to copy: neither pickles nor code
 
 
 def other_parts(pipeline: WanFolder, trained: Sequence[str], expert: str) -> WanFolder:
-    """A pipeline without its transformers, which are not those that were trained.
+    """The parts of a pipeline to export next to the trained transformers: all except its own transformers.
 
-    One exception: next to an expert that was trained alone, a pipeline of two experts provides the other one.
+    There is one exception: if only one of two experts was trained, the pipeline's other expert is exported too.
     """
     alone = expert != "both" and len(trained) == 1 and len(pipeline.transformers) == 2
-    kept = {name: place for name, place in pipeline.transformers.items() if alone and name not in trained}
+    other_expert = {name: place for name, place in pipeline.transformers.items() if alone and name not in trained}
     others = {
         name: kind
         for name, kind in pipeline.components.items()
-        if name not in ("transformer", "transformer_2") or name in kept
+        if name not in ("transformer", "transformer_2") or name in other_expert
     }
-    boundary = pipeline.boundary_ratio if kept else BOUNDARY if trained == ["transformer_2"] else None
-    return replace(pipeline, transformers=kept, components=others, boundary_ratio=boundary)
+    boundary = pipeline.boundary_ratio if other_expert else BOUNDARY if trained == ["transformer_2"] else None
+    return replace(pipeline, transformers=other_expert, components=others, boundary_ratio=boundary)
 
 
 def write_pipeline(
@@ -52,8 +52,8 @@ def write_pipeline(
 ) -> str:
     """Writes trained transformers and the other parts of a pipeline to an empty folder; returns a description.
 
-    The other parts come from `source`: the model that training started from (they are copied, and so is an expert that
-    was not trained), or the parts themselves. A boundary_ratio of None is taken from the source.
+    `source` is the model that training started from, whose other parts are copied (with an expert that was not
+    trained), or the parts themselves. If boundary_ratio is None, that of the source is used.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} is not an empty folder, and nothing is overwritten; choose another")
@@ -81,7 +81,7 @@ def _with_copied_parts(folder: Path, models: Mapping[str, Any], source: WanFolde
     if source.kind != "pipeline":
         models = dict(models)
         for name, path in source.transformers.items():
-            if name not in models:  # the names of its weights may not be diffusers': convert them
+            if name not in models:  # converted, because its weights may have other names than in diffusers
                 models[name] = build_meta(transformer_config(source, part=name))
                 fill(models[name], path)
         why = f"{source.path} has no VAE, text encoder and tokenizer in diffusers' layout"
@@ -101,7 +101,7 @@ def _with_copied_parts(folder: Path, models: Mapping[str, Any], source: WanFolde
     for name, model in models.items():
         model.save_pretrained(str(folder / name), max_shard_size=_SHARD, safe_serialization=True)
         index[name] = ["diffusers", "WanTransformer3DModel"]
-    # Last: without it, a folder that a full disk left incomplete does not look like a pipeline.
+    # Written last: without this file, a folder that is incomplete because the disk was full does not look complete.
     index |= {"boundary_ratio": boundary_ratio, "expand_timesteps": source.expand_timesteps}
     (folder / "model_index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     description = f"a pipeline for {index.get('_class_name')}.from_pretrained"
@@ -143,13 +143,13 @@ def _copy_part(source: Path, folder: Path) -> None:
 
 
 def _copy(file: Path, to: Path) -> None:
-    # No hard link: a program that later overwrites the copy in place would change the source too. copy_file_range lets
+    # Makes no hard link: a program that overwrites the copy in place would change the source too. copy_file_range lets
     # file systems share blocks, and network servers copy on their own.
     with file.open("rb") as source, to.open("xb") as target:
         try:
             while os.copy_file_range(source.fileno(), target.fileno(), 2**30):
                 pass
-        except OSError:  # not supported between some file systems
+        except OSError:  # some file systems do not support it
             source.seek(0)
             target.seek(0)
             shutil.copyfileobj(source, target, 2**24)

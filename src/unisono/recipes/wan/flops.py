@@ -1,4 +1,4 @@
-"""The floating-point operations of a Wan transformer, by formula: its own kernels are invisible to a counter."""
+"""Computes the floating-point operations of a Wan transformer by a formula; torch's counter misses custom kernels."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def forward_flops(config: Mapping[str, Any], latent: Sequence[int], text_length:
     batch, _, *sizes = latent
     tokens = prod(size // patch for size, patch in zip(sizes, config["patch_size"], strict=True))
     width = config["num_attention_heads"] * config["attention_head_dim"]
-    # Projections of self-attention and of cross-attention's queries; its keys and values; the feed-forward layers.
+    # Projections of self-attention and cross-attention queries; cross-attention keys and values; feed-forward layers.
     projections = 12 * width**2 * tokens + 4 * width**2 * text_length + 4 * width * config["ffn_dim"] * tokens
     attention = 4 * tokens**2 * width + 4 * tokens * text_length * width
     return float(batch * config["num_layers"] * (projections + attention))
 
 
 def training_flops(forward: float, *, lora: bool) -> float:
-    """Operations of forward and backward: a LoRA has no gradients of the base weights, a third of the total."""
+    """Operations of forward and backward. A LoRA needs no gradients of the base weights, which are a third."""
     return (2.0 if lora else 3.0) * forward

@@ -19,7 +19,7 @@ from torch import Tensor
 from unisono.recipes.wan.settings import SigmaSampling
 
 TIMESTEPS = 1000.0
-_USUAL_PIXELS = 480 * 832  # where a shift of 3 is usual
+_USUAL_PIXELS = 480 * 832  # the frame size for which a shift of 3 is usual
 _USUAL_SHIFT = 3.0
 _BISECTIONS = 60
 
@@ -33,7 +33,7 @@ class NoiseLevels:
     """Mean of the logit, for logit_normal. Larger means more noise."""
     std: float = 1.0
     mode_scale: float = 1.29
-    """For mode (Esser et al. 2024, eq. 20): how strongly medium levels are preferred; 0 is uniform."""
+    """For mode (Esser et al. 2024, eq. 20): scale of the preference for medium levels; 0 is uniform."""
     shift: float = 1.0
     """σ becomes shift·σ / (1 + (shift − 1)·σ): larger images need more noise to be hidden as well."""
 
@@ -79,13 +79,13 @@ def shift_for(pixels: int) -> float:
 
 
 def noised(data: Tensor, noise: Tensor, sigma: Tensor) -> Tensor:
-    """x_σ of [batch, ...] tensors; `sigma` has one entry per sample."""
+    """Returns x_σ of [batch, ...] tensors; `sigma` has one entry per sample."""
     sigma = _as_column(sigma, data)
     return (1 - sigma) * data + sigma * noise
 
 
 def velocity(data: Tensor, noise: Tensor) -> Tensor:
-    """The model's target."""
+    """The velocity from data to noise, which the model is trained to predict."""
     return noise - data
 
 

@@ -1,4 +1,4 @@
-"""Previews: parts that both Wan recipes use."""
+"""Functions for previews that both Wan recipes use."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def prompts_in(value: str, setting: str) -> list[str]:
 
 
 def decoded_frames(vae: WanVae, latents: Tensor) -> list[Tensor]:
-    """Decodes latents [batch, C, f, h, w] on their device; frames uint8 [F, H, W, 3] of each sample, on the CPU.
+    """Decodes latents [batch, C, f, h, w] on their device to frames uint8 [F, H, W, 3] of each sample, on the CPU.
 
-    The VAE leaves the device afterwards: training needs the memory.
+    The VAE moves back to the CPU afterwards, because training needs the memory of the device.
     """
     vae.to(latents.device)
     frames = [from_unit(_decoded(vae, latent[None].float())[0]).cpu() for latent in latents]
@@ -50,7 +50,7 @@ def decoded_frames(vae: WanVae, latents: Tensor) -> list[Tensor]:
 def _decoded(vae: WanVae, latents: Tensor) -> Tensor:
     try:
         return vae.decode(latents)
-    except torch.OutOfMemoryError:  # weights and optimizer state take the memory: a preview must not end the run
+    except torch.OutOfMemoryError:  # weights and optimizer state fill the device, and a preview must not end the run
         pass
     torch.cuda.empty_cache()
     vae.model.enable_tiling()
@@ -58,7 +58,7 @@ def _decoded(vae: WanVae, latents: Tensor) -> Tensor:
 
 
 def enlarged(frames: Tensor) -> Tensor:
-    """Frames uint8 [F, H, W, 3], scaled up by a whole factor when they are too small to see."""
+    """Scales up frames uint8 [F, H, W, 3] by a whole factor if they are too small to recognise."""
     factor = max(1, _SMALL // max(frames.shape[1:3]))
     return frames.repeat_interleave(factor, 1).repeat_interleave(factor, 2)
 

@@ -22,15 +22,15 @@ class WanRecipe(Recipe):
     verify_precision: ClassVar[str] = "float32"  # diffusers' norms always compute in float32
     supports_context_parallel: ClassVar[bool] = True
     context_size: int = 1
-    """The setting context_parallel: the number of ranks that carry a sample together."""
+    """The setting context_parallel: the number of ranks that share each sample."""
 
     def check_settings(self, settings: Settings) -> None:
-        """Notes the setting context_parallel, for the checks of the data."""
+        """Stores the setting context_parallel, which the checks of the data need."""
         self.context_size = settings.parallel.context_parallel
 
     @cached_property
     def kernel(self) -> Kernel:
-        """The attention kernel."""
+        """The attention kernel that the run uses."""
         from unisono.recipes.wan.models.kernels.attention import Kernel
 
         return Kernel(self.config.attention)
@@ -50,7 +50,7 @@ class WanRecipe(Recipe):
         return self.divided(transformer)
 
     def divided(self, transformer: Any) -> Any:
-        """The transformer, computing each sample together with other ranks if context_parallel says so."""
+        """The transformer; with context_parallel, it computes each sample together with other ranks."""
         from unisono.recipes.wan.models.context import divide_tokens
 
         if self.context.size > 1:

@@ -12,7 +12,7 @@ from unisono.recipes.wan.models.experts import Experts
 from unisono.recipes.wan.objective import TIMESTEPS, data_from, noised
 
 Text = tuple[Tensor, Tensor]
-"""[batch, length, width] embeddings of the captions, and of the empty caption."""
+"""Embeddings of the captions, and of the empty caption, [batch, length, width] each."""
 
 
 def euler(shift: float) -> Any:
@@ -37,12 +37,11 @@ def sample(
     stopping: Callable[[], bool] = bool,
     observe: Callable[[int, float, Tensor, Tensor], None] = lambda number, sigma, latents, velocity: None,
 ) -> Tensor:
-    """Generates latents from `latents` at the first noise level, using the levels from low to high only.
+    """Generates latents from the noise `latents`, using only the noise levels from `low` to `high`.
 
-    A model for levels above `low` only returns its prediction of the data at the last of them. A model for levels below
-    `high` only starts from `like`, where given, with the noise `latents` added at its first level. Guidance 1 is the
-    model's own velocity; two experts may have one scale each, the high-noise expert's first. `observe` is called in
-    every step.
+    If `low` is above 0, returns the model's prediction of the data at the last level. If `high` is below 1, sampling
+    starts from the data `like`, if given, with noise added at the first level. Guidance 1 is the model's own velocity;
+    two experts may have separate guidance scales, the high-noise expert's first. `observe` is called in every step.
     """
     scheduler.set_timesteps(steps, device=latents.device)
     times = [time for time in scheduler.timesteps if low <= float(time) / TIMESTEPS <= high]

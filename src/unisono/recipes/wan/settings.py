@@ -1,12 +1,12 @@
-"""What the settings of both Wan recipes have in common: choices, and defaults."""
+"""Choices and defaults that the settings of both Wan recipes share."""
 
 from typing import Any, Literal
 
 SigmaSampling = Literal["logit_normal", "uniform", "mode"]
-"""How noise levels are sampled, before the shift."""
+"""Distributions of the noise levels, before the shift."""
 
 Attention = Literal["auto", "cudnn", "flash", "efficient", "math"]
-"""Attention kernels."""
+"""Attention kernels to choose from; auto measures them."""
 
 TextDtype = Literal["bfloat16", "float32"]
 """Dtypes of the text encoder."""

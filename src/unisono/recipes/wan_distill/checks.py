@@ -1,4 +1,4 @@
-"""Checks of the settings alone, made before anything is loaded or written."""
+"""Validates the settings before anything is loaded or written."""
 
 from __future__ import annotations
 

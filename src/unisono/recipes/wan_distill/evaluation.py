@@ -26,7 +26,7 @@ _FEWEST_BLOCKS = 3  # timed blocks of the teacher: a single one may have been sl
 
 
 class SampleTime(NamedTuple):
-    """How long a model takes to generate a sample."""
+    """The time that a model takes to generate a sample."""
 
     seconds: float
     """Median seconds per sample, in batches of rollout_batch samples."""
@@ -66,7 +66,7 @@ def held_out_metrics(
 
 
 def speed(teacher: SampleTime | None, student: SampleTime | None) -> dict[str, float]:
-    """The seconds per sample of both models and the student's speed-up, where they are known."""
+    """The seconds per sample of both models and the student's speed-up, as far as known."""
     metrics = {} if student is None else {"seconds_per_sample": student.seconds}
     if teacher is not None:
         metrics["teacher_seconds_per_sample"] = teacher.seconds
@@ -78,8 +78,8 @@ def speed(teacher: SampleTime | None, student: SampleTime | None) -> dict[str, f
 def time_student(recipe: WanDistill, model: Experts) -> SampleTime | None:
     """The time that the student takes to generate a batch as large as the teacher's.
 
-    None when the student is sharded or ranks carry a sample together: the time would include communication, which
-    inference does not need, and ranks would time different numbers of batches.
+    None if the student is sharded or ranks share a sample: the time would include communication, which inference does
+    not need, and ranks would time different numbers of batches.
     """
     if recipe.context.size > 1 or any(isinstance(module, FSDPModule) for module in model.modules()):
         return None
@@ -97,7 +97,7 @@ def time_student(recipe: WanDistill, model: Experts) -> SampleTime | None:
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        return None  # a batch that fits the teacher need not fit next to training
+        return None  # a batch that fits for the teacher may not fit next to the training state
     timed = seconds[1:]  # the first batch chooses kernels and allocates memory
     return SampleTime(median(timed) / batch_size, len(timed))
 
@@ -110,7 +110,7 @@ def generate(setup: Setup, model: Experts, initial_noise: Tensor, text: Tensor) 
 
 
 def _shape_metrics(setup: Setup, latents: Tensor, labels: Tensor, prefix: str) -> dict[str, Any]:
-    """For the built-in shapes: the number of samples that show the colour and the shape of their prompt."""
+    """The number of samples that show the colour and the shape of their prompt, for the built-in shapes."""
     from unisono.recipes.wan.tiny.classifier import recognised
 
     frames = setup.encoders.vae().decode(latents.float().cpu())

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 def write_student(setup: Setup, model: Experts, folder: Path) -> str:
-    """Writes the pipeline to an empty folder; returns a line that says what it is and how to use it."""
+    """Writes the pipeline to an empty folder; returns a line that describes it and how to use it."""
     config, parts, prompt = setup.config, setup.parts, setup.preview_prompts[0]
     others = {name: kind for name, kind in parts.components.items() if name not in (HIGH, LOW, "scheduler")}
-    # Not the teacher's scheduler: it may be for two experts, or for more steps than the student takes.
+    # Does not export the teacher's scheduler, which may be for two experts, or for more steps than the student takes.
     scheduler, steps = setup.student_scheduler()
     source = replace(parts, transformers={}, components=others, boundary_ratio=None)
     description = write_pipeline(folder, dict(model.named_children())[HIGH], source=source, boundary_ratio=None)
@@ -38,7 +38,7 @@ def write_student(setup: Setup, model: Experts, folder: Path) -> str:
         # The pipeline pads every prompt to this length, and the transformer attends to the padding.
         "max_sequence_length": setup.encoders.text_length,
     }
-    # For users who have nothing but this folder; diffusers ignores the file.
+    # This file is for users who have nothing but this folder; diffusers ignores it.
     (folder / HOW_TO_DRAW).write_text(json.dumps(call, indent=2) + "\n", encoding="utf-8")
     flags = ", ".join(f"{name}={value}" for name, value in call.items())
     return f"{description}; use it with WanPipeline.from_pretrained({str(folder)!r})({prompt!r}, {flags})"

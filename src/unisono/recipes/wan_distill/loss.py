@@ -38,15 +38,15 @@ class DistillationLoss:
 
     weights: Weights
     spec: RolloutSpec
-    """How the teacher generated the samples."""
+    """The specification by which the teacher generated the samples."""
     teacher: Teacher | None = None
-    """The teacher, with online."""
+    """The teacher, with the setting online; otherwise None."""
     empty: Tensor | None = None
-    """[text length, width] the embedding of the negative prompt, with online."""
+    """The embedding of the negative prompt, [text length, width], with the setting online."""
     layers: Sequence[int] = ()
-    """For the feature loss: the teacher's layer that each of the student's layers is compared with."""
+    """The teacher's layer that the feature loss compares with each of the student's layers."""
     over_ranks: Callable[[Tensor], Tensor] = lambda sums: sums
-    """Adds up sums over the tokens of each rank that carries a part of the sample."""
+    """Adds up sums over the tokens of each rank, if several ranks share a sample."""
     _recorders: dict[int, OutputRecorder] = field(default_factory=dict)
 
     def loss(self, model: Experts, batch: Mapping[str, Any], data: Tensor, noise: Noise, dtype: torch.dtype) -> Loss:
@@ -75,12 +75,12 @@ class DistillationLoss:
         if self.teacher is not None and (self.weights.velocity or self.weights.feature):
             assert self.empty is not None
             if self.empty.device != text.device or self.empty.dtype != text.dtype:
-                self.empty = self.empty.to(text)  # only once: a copy in every step would make the GPU wait
+                self.empty = self.empty.to(text)  # copied once: a copy in every step would stall the GPU
             empty = self.empty.expand_as(text)
             teacher_states = self._recording(self.teacher.experts, self.layers) if self.weights.feature else None
             target = self.teacher.velocity(noisy, sigma, text, empty)
         student_states = self._recording(model, range(len(self.layers))) if self.weights.feature else None
-        predicted = model(noisy, sigma, text).to(data.dtype)  # float32 from here on
+        predicted = model(noisy, sigma, text).to(data.dtype)  # the loss is computed in float32
         terms = {}
         if self.weights.velocity:
             assert target is not None
@@ -89,7 +89,7 @@ class DistillationLoss:
         if self.weights.flow:
             terms["flow"] = losses.flow_matching(predicted, data, draws)
         if student_states is not None and teacher_states is not None:
-            # The guided teacher computes both halves at once; the first has the prompt.
+            # The guided teacher computes both halves of a batch at once; the first half has the prompt.
             with_prompt = [layer[: len(data)] for layer in teacher_states.stop()]
             terms["feature"] = losses.feature_matching(student_states.stop(), with_prompt, self.over_ranks)
         return terms

@@ -1,8 +1,8 @@
 """The losses that a student can learn from a teacher, one function each.
 
-T is the guided teacher, Tʷ = u + w (c − u) of its velocities without (u) and with (c) the prompt; S is the student,
-which computes one velocity and later samples without guidance. x̂₀ is a sample of the teacher, and
-x_σ = (1 − σ) x̂₀ + σ ε adds new noise ε to it. Each function returns [batch] means over the elements of a sample.
+T is the guided teacher: Tʷ = u + w (c − u), where u is its velocity without the prompt and c its velocity with it. S is
+the student, which computes one velocity and later samples without guidance. x̂₀ is a sample of the teacher, and
+x_σ = (1 − σ) x̂₀ + σ ε adds new noise ε to it. Each function returns the mean over the elements of each sample, [batch].
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def trajectory_matching(student: Tensor, teacher: Tensor) -> Tensor:
 
 
 def few_step_regression(point: Tensor, student: Tensor, sigma: Tensor, data: Tensor) -> Tensor:
-    """½ ‖(x_i − σ_i S(x_i)) − x̂₀‖²: from points of the trajectory straight to its end, for few large steps."""
+    """½ ‖(x_i − σ_i S(x_i)) − x̂₀‖²: predicts the end of the trajectory from its points, for few large steps."""
     return _mean_square(data_from(point, student, sigma) - data) / 2
 
 
@@ -40,7 +40,7 @@ def feature_matching(
 ) -> Tensor:
     """Mean over layers l of ‖h_S^l − h_T^m(l)‖² / ‖h_T^m(l)‖²: hidden states of matching layers.
 
-    `over_ranks` adds up sums over the tokens of each rank, if several ranks carry a sample together.
+    `over_ranks` adds up sums over the tokens of each rank, if several ranks share a sample.
     """
     differences, sizes = [], []
     for ours, theirs in zip(student, teacher, strict=True):

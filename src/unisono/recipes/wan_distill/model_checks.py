@@ -1,4 +1,4 @@
-"""Checks that need the teacher's configuration or files, made before the teacher generates anything."""
+"""Checks that need the teacher's configuration or files. They run before the teacher generates anything."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from unisono.recipes.wan_distill.setup import Setup
 
 def check_models(setup: Setup) -> None:
     """Raises ConfigError for prompts, a student or files that do not fit the teacher."""
-    _ = setup.prompts, setup.preview_prompts, setup.student, setup.shape  # each checks itself
+    _ = setup.prompts, setup.preview_prompts, setup.student, setup.shape  # computing each of them checks it
     setup.encoders.check_files()
     for path in setup.teacher.transformers.values():
         open_weights(path)

@@ -1,4 +1,4 @@
-"""Before training: encodes the prompts, generates the teacher's roll-outs, and plans the student's initial weights."""
+"""Prepares training: encodes the prompts, generates the teacher's roll-outs, plans the student's initial weights."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def prepare(setup: Setup, kernel: Kernel, work: Work) -> None:
     if setup.is_tiny:
         if warning := unknown_to_tiny([*setup.prompts.train, *setup.prompts.held_out]):
             work.message(warning)
-        make(work)  # on every machine: each may have its own cache
+        make(work)  # runs on every machine, because each may have its own cache
     if work.meet():
         return
     check_models(setup)
@@ -57,12 +57,13 @@ def prepare(setup: Setup, kernel: Kernel, work: Work) -> None:
             for file in work.share([setup.pruning_plan_file]):
                 _plan_pruning(file, setup, teacher)
     if setup.backend.endswith("compiled"):
-        # The teacher's compiled code would hold memory, and its sizes would become part of the student's compilation.
+        # The teacher's compiled code would keep memory allocated, and torch would compile the student for dynamic sizes
+        # wherever it differs from the teacher.
         torch._dynamo.reset()
 
 
 def load(setup: Setup, work: Work) -> Teacher:
-    """Loads the teacher and reports how much memory it takes, and where."""
+    """Loads the teacher, and reports the size and the place of its weights."""
     config = setup.config
     teacher, description = load_teacher(
         setup.teacher,
@@ -90,7 +91,7 @@ def _check_same_student(setup: Setup, work: Work) -> None:
 
 
 def _store_time(setup: Setup, seconds: list[float], work: Work) -> None:
-    """Stores the median time per sample: a mean would include whatever else the machine was doing."""
+    """Stores the median time per sample, because a mean would include delays by other programs."""
     for file in work.share([setup.times_file]) if seconds else ():
         write_cache_file(file, json.dumps({"seconds_per_sample": median(seconds), "blocks": len(seconds)}).encode())
 
@@ -105,7 +106,7 @@ def _plan_pruning(file: Path, setup: Setup, teacher: Callable[[], Teacher]) -> N
 
 
 def _importance(setup: Setup, teacher: Teacher) -> list[float]:
-    """How much each of the teacher's blocks changes its input, over all noise levels."""
+    """Measures how much each of the teacher's blocks changes its input, over all noise levels."""
     noisy, times, text = points_of_all_levels(setup.rollouts("preview").open(), setup.text)
     experts, device = dict(teacher.experts.named_children()), setup.device
     return measured_importance(

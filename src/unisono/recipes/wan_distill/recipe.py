@@ -39,9 +39,9 @@ class WanDistill(WanRecipe):
     defaults: ClassVar[Mapping[str, Any]] = DEFAULTS | {"batch_size": 2, "learning_rate": 1e-4, "ema_decay": 0.999}
     aliases: ClassVar[Mapping[str, str]] = settings.ALIASES
     fixed: ClassVar[Sequence[str]] = (
-        # Which prompts are for training and which are held out, and the number of samples of each:
+        # The split of the prompts, and the number of samples per prompt:
         *("data_path", "eval_data_path", "num_eval", "rollouts", "eval_rollouts", "refresh_every"),
-        # What the teacher generates, and the noise levels at which its velocity is stored:
+        # The teacher's samples, and the noise levels at which its velocity is stored:
         *("teacher_path", "parts_path", "height", "width", "num_frames", "teacher_sampler", "teacher_steps"),
         *("text_dtype", "teacher_dtype", "guidance", "guidance_2", "negative_prompt", "shift", "sigma_sampling"),
         *("rollout_batch", "pairs", "eval_levels", "trajectory_points", "few_steps", "online"),
@@ -49,14 +49,14 @@ class WanDistill(WanRecipe):
         *("student_config", "init", "layers"),
     )
     Config = settings.Config
-    has_frozen_weights = True  # the teacher's
+    has_frozen_weights = True  # those of the teacher
 
     @classmethod
     def presets(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
         """Defaults for the tiny teacher on a CPU; a loss on hidden states needs uncompiled blocks."""
         defaults: dict[str, Any] = {"compile": False} if values["feature_weight"] else {}
         if str(values["teacher_path"]).lower() == "tiny":
-            by_epochs = values["num_epochs"] is not None  # then the number of steps is the user's choice
+            by_epochs = values["num_epochs"] is not None  # the user has set the length of the run
             tiny = settings.TINY.items()
             defaults |= {name: value for name, value in tiny if not (by_epochs and name == "max_steps")}
         return defaults
@@ -80,7 +80,7 @@ class WanDistill(WanRecipe):
         return Setup(self.config, self.base_precision)
 
     def check_settings(self, settings: Any) -> None:
-        """Refuses two formats of the teacher, and online with dp (one teacher for all GPUs) or cuda_graph."""
+        """Rejects two storage formats for the teacher, and online with dp (one teacher for all GPUs) or cuda_graph."""
         super().check_settings(settings)
         if self.config.teacher_dtype == "float8" and settings.precision.base_precision != "auto":
             raise ConfigError(
@@ -93,7 +93,7 @@ class WanDistill(WanRecipe):
             raise ConfigError("online: a step that queries the teacher cannot be recorded; remove --cuda_graph")
 
     def metric_names(self) -> Collection[str]:
-        """The distance between student and teacher; for the tiny teacher also what both generate."""
+        """The distance between student and teacher; for the tiny teacher also the accuracy of generated samples."""
         from unisono.recipes.wan_distill.data.prompts import labels
 
         held_out = self.setup.prompts.held_out
@@ -115,7 +115,7 @@ class WanDistill(WanRecipe):
         prepare(setup, self.kernel, work)
 
     def refresh(self, step: int, work: Work) -> None:
-        """Generates new samples for the next steps, with online."""
+        """With the setting online, generates new samples for the next steps."""
         assert self._teacher is not None
         rollouts = self.setup.rollouts("train", step // self.refresh_every)
         teacher, purpose = self._teacher, f"for the steps after {step}"
@@ -150,7 +150,7 @@ class WanDistill(WanRecipe):
         return PrunedWeights(lambda: (self.setup.source_weights, self.setup.pruning_plan()))
 
     def frozen(self) -> Mapping[str, nn.Module]:
-        """The teacher, with online."""
+        """With the setting online, the teacher."""
         from unisono.recipes.wan_distill.models.teacher import Teacher, build_on_meta, dtype_of
         from unisono.recipes.wan_distill.preparation import load
 
@@ -170,7 +170,7 @@ class WanDistill(WanRecipe):
         return {} if self._teacher.places_itself else dict(self._teacher.experts.named_children())
 
     def sharded(self) -> Mapping[str, tuple[Weights, Sequence[str]]]:
-        """The teacher's weight files, with teacher_device_strategy balanced."""
+        """With teacher_device_strategy balanced, the teacher, whose weights are sharded."""
         from unisono.recipes.wan.models.load import build_meta
         from unisono.recipes.wan.models.weights import open_weights
         from unisono.recipes.wan_distill.models.teacher import float32_names
@@ -235,7 +235,7 @@ class WanDistill(WanRecipe):
         return self._distillation_loss.loss(model, batch, data, noise, self.compute_dtype(model, data))  # type: ignore[arg-type]
 
     def before_evaluation(self, model: nn.Module) -> None:
-        """Measures how long the student takes per sample: once, since training does not change it."""
+        """Measures the student's time per sample, only once because training does not change it."""
         from unisono.recipes.wan_distill.evaluation import time_student
 
         if not self._is_timed:

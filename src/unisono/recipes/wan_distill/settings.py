@@ -35,14 +35,14 @@ class Config(Recipe.Config):
     init: Literal["teacher", "fresh"] = "teacher"
     """The student's initial weights: a subset of the teacher's, or random (fresh)."""
     layers: str = "even"
-    """Which of the teacher's layers the student starts with: even (evenly spaced), importance (those that change their input most, measured), or their numbers, as in 0,3,6,9."""
+    """Which of the teacher's layers the student starts with: even (evenly spaced), importance (measured: the layers that change their input most), or their numbers, as in 0,3,6,9."""
 
     data_path: str | None = None
     """Text file with one prompt per line; `shapes` are the built-in prompts of the tiny teacher."""
     num_eval: int | None = None
     """Number of prompts, evenly spaced, to hold out for evaluation. Default: one in twenty, at most 64."""
     eval_data_path: str | None = None
-    """Text file of prompts to evaluate with, instead of holding some out."""
+    """Text file of prompts to evaluate with, instead of holding out prompts of data_path."""
     height: int = 0
     """Height of generated samples in pixels. Default: image_size of student_config, or 512."""
     width: int = 0
@@ -59,7 +59,7 @@ class Config(Recipe.Config):
     eval_rollouts: int = 1
     """Number of samples that the teacher generates per held-out prompt."""
     rollout_batch: int = 8
-    """Number of samples that the teacher generates at once, the same on any number of devices. Changing it changes the rounding of the samples."""
+    """Number of samples that the teacher generates at once, the same on any number of devices. Another number changes the rounding of the samples."""
     teacher_sampler: Literal["unipc", "euler"] = "unipc"
     """Sampler of the teacher."""
     teacher_steps: int = 32
@@ -69,24 +69,24 @@ class Config(Recipe.Config):
     guidance_2: float | None = None
     """Guidance scale of the teacher's low-noise expert. Default: guidance."""
     negative_prompt: str = ""
-    """Prompt that guidance steers away from."""
+    """Negative prompt: the teacher's guidance steers samples away from it."""
     pairs: int = 8
-    """Number of noise levels per sample at which the teacher's velocity is stored; not used with online."""
+    """Number of noise levels per sample at which the teacher's velocity is stored. Has no effect with online."""
     shift: float = 3.0
     """Shift of the noise levels towards more noise, in sampling and in training: 3 is usual at 480p, 5 at 720p and for TI2V-5B, 12 for A14B."""
     sigma_sampling: SigmaSampling = "uniform"
     """Distribution of the noise levels, before the shift."""
 
     teacher_dtype: Literal["auto", "float32", "float16", "bfloat16", "float8"] = "auto"
-    """Dtype of the teacher; auto is bfloat16 on a GPU. float8 stores the weights in 8 bit and computes in bfloat16; base_precision does so with scales, also in 4 bit."""
+    """Dtype of the teacher; auto is bfloat16 on a GPU. float8 stores the weights in 8 bit and computes in bfloat16. base_precision also stores scales, and supports 4 bit."""
     teacher_device_strategy: Literal["auto", "gpu", "cpu", "balanced", "gpu0"] = "auto"
-    """Where the teacher's weights are: on each GPU (gpu, gpu0), in host memory and copied to the GPU block by block (cpu), or, with online, sharded over the GPUs (balanced). auto chooses gpu if they fit."""
+    """Place of the teacher's weights: on each GPU (gpu, gpu0), in host memory and copied to the GPU block by block (cpu), or, with online, sharded over the GPUs (balanced). auto chooses gpu if they fit."""
     compile_teacher: bool = True
-    """Compile the teacher, on a GPU."""
+    """Compile the teacher with torch.compile; only on a GPU."""
     online: bool = False
     """Keep the teacher in memory and query it in every training step."""
     refresh_every: int = 0
-    """Steps after which an online teacher generates new samples. 0: never."""
+    """Number of steps after which an online teacher generates new samples. 0 trains on the same samples throughout."""
 
     velocity_weight: float = 1.0
     """Weight of the loss between the velocities of the student and the guided teacher."""
@@ -99,7 +99,7 @@ class Config(Recipe.Config):
     few_step_weight: float = 0.0
     """Weight of the loss that predicts the end of the teacher's trajectory from a few of its points."""
     few_steps: int = 4
-    """Number of these points, and of the student's sampler steps; teacher_steps must be a multiple of it."""
+    """Number of trajectory points for few_step_weight, and of the student's sampler steps; teacher_steps must be a multiple of it."""
     feature_weight: float = 0.0
     """Weight of the loss between hidden states of matching layers; needs online and a student as wide as the teacher."""
     attention: Attention = "auto"

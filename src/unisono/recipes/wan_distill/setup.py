@@ -1,4 +1,4 @@
-"""The models, prompts and roll-outs of a run, derived from the settings."""
+"""Derives the models, prompts and roll-outs of a run from the settings."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Setup(ModelPair):
     """The models, prompts and roll-outs of a run; each property is computed on first use."""
 
     def __init__(self, config: Any, base_precision: str = "auto") -> None:
-        """`base_precision`: the setting, for the teacher's weights."""
+        """`base_precision` is the value of that setting, which applies to the teacher's weights."""
         super().__init__(config)
         self.base_precision = base_precision
         # prepare() sets these: the teacher's device, the run's seed, the folder of the roll-outs, the number of ranks.
@@ -45,7 +45,7 @@ class Setup(ModelPair):
 
     @cached_property
     def prompts(self) -> Prompts:
-        """The training prompts and the held-out ones."""
+        """The training prompts and the held-out prompts."""
         return prompts_of(self.config.data_path, self.config.eval_data_path, self.config.num_eval)
 
     @cached_property
@@ -73,14 +73,14 @@ class Setup(ModelPair):
         return Cache(self.folder, [], settings, list(dict.fromkeys(prompts)))
 
     def text(self, prompt: str) -> Tensor:
-        """[text length, width] the text embedding of a prompt."""
+        """The text embedding of a prompt, [text length, width]."""
         return pad(self.text_cache.text(prompt), self.encoders.text_length)
 
-    # Roll-outs: what the teacher generates ---------------------------------------------------------------------------
+    # Roll-outs: the teacher's samples -------------------------------------------------------------------------------
 
     @cached_property
     def rollout_spec(self) -> RolloutSpec:
-        """How the teacher generates training samples."""
+        """The specification of the teacher's training samples."""
         config = self.config
         compute_dtype = str(dtype_of(config.teacher_dtype, self.device)).removeprefix("torch.")
         spec = RolloutSpec(
@@ -103,7 +103,7 @@ class Setup(ModelPair):
 
     @property
     def _quantised(self) -> list[str]:
-        """What makes a quantised teacher another one; activations in fp8 too change more than the last bits."""
+        """The part of the teacher's fingerprint for quantised weights; fp8 products also quantise activations."""
         if self.base_precision == "auto":
             return []
         has_products = self.base_precision == "fp8" and has_fp8_products(torch.device(self.device))
@@ -111,7 +111,7 @@ class Setup(ModelPair):
 
     @cached_property
     def backend(self) -> str:
-        """The kind of device, and whether the teacher is compiled: both decide the last bits of a sample."""
+        """The kind of device, and whether the teacher is compiled; both affect the rounding of a sample."""
         config, kind = self.config, self.device.partition(":")[0]
         strategy = config.teacher_device_strategy
         offloaded = is_offloaded(self.teacher, config.teacher_dtype, strategy, self.device, self.base_precision)
@@ -119,7 +119,7 @@ class Setup(ModelPair):
         return f"{kind}, compiled" if compiled else kind
 
     def _points(self, sigmas: Sequence[float]) -> tuple[int, ...]:
-        """The sampler steps to store: evenly spaced ones, or the few that the student takes."""
+        """The sampler steps to store: evenly spaced steps, or the few steps that the student takes."""
         config = self.config
         if config.few_step_weight:  # checks.py guarantees that teacher_steps is a multiple of few_steps
             return tuple(range(0, config.teacher_steps, config.teacher_steps // config.few_steps))

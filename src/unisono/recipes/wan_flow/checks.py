@@ -1,4 +1,4 @@
-"""Checks of the settings alone, made before anything is loaded or written."""
+"""Validates the settings before anything is loaded or written."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def check_config(config: Any) -> None:
         raise ConfigError(f"logit_std: expected more than 0, got {config.logit_std}")
     if not -1 <= config.mode_scale <= 2 / (math.pi - 2):
         raise ConfigError(
-            f"mode_scale: expected -1 to {2 / (math.pi - 2):.2f} (beyond that it is not a density), got "
+            f"mode_scale: expected -1 to {2 / (math.pi - 2):.2f} (other values give no probability density), got "
             f"{config.mode_scale}"
         )
     if config.shift != "auto" and not 0 < config.shift < math.inf:

@@ -1,4 +1,4 @@
-"""Metrics of held-out samples: the loss at fixed noise levels; for the built-in shapes, the accuracy of samples too."""
+"""Metrics on held-out samples: the loss at fixed noise levels, and for the built-in shapes the accuracy of samples."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def loss_by_level(
     flow: FlowLoss, model: Experts, latent: Tensor, text: Tensor, noise: Noise, num_levels: int
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """The loss at evenly spaced quantiles of the noise levels: as curves, and their mean."""
+    """The loss at evenly spaced quantiles of the noise levels, as a curve and as its mean."""
     draws, levels = noise.normal(*latent.shape[1:]), flow.levels_for(latent)
     losses, sigmas, cosines = [], [], []
     for number in range(num_levels):
@@ -42,7 +42,7 @@ def loss_by_level(
 def shape_metrics(
     recipe: WanFlow, model: Experts, batch: Mapping[str, Any], text: Tensor, noise: Noise
 ) -> dict[str, tuple[Tensor, int]]:
-    """The number of generated samples that show the colour and the shape their caption names."""
+    """The number of generated samples that show the colour and the shape named in their caption."""
     from unisono.recipes.wan.tiny.classifier import recognised
 
     latent = batch["latent"]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FlowLoss:
-    """The objective: which noise levels are trained, and what is dropped from or added to a sample."""
+    """The training objective: the distribution of noise levels, caption dropout and first-frame conditions."""
 
     levels: NoiseLevels
     low: float
@@ -57,18 +57,18 @@ class FlowLoss:
     def errors(
         self, model: Experts, latent: Tensor, text: Tensor, sigma: Tensor, draws: Tensor, conditioned: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """[batch] mean squared error of each sample, and metrics summed over samples.
+        """The mean squared error of each sample, [batch], and metrics summed over samples.
 
-        `conditioned` is [batch]: the samples whose first frame is a condition.
+        `conditioned` [batch] marks the samples whose first frame is a condition.
         """
         noisy, target, times = noised(latent, draws, sigma), velocity(latent, draws), None
         if self.first_frame and latent.shape[2] > 1:
             conditioned = torch.zeros_like(sigma, dtype=torch.bool) if conditioned is None else conditioned
             noisy, times = with_first_frame(noisy, latent, sigma, conditioned, model.config.patch_size)
-        predicted = model(noisy, sigma, text, times).to(target.dtype)  # float32 from here on
+        predicted = model(noisy, sigma, text, times).to(target.dtype)  # the loss is computed in float32
         if conditioned is None:
             errors = (predicted - target).square().flatten(1).mean(1)
-        else:  # a frame that is a condition is no target
+        else:  # the first frame of a conditioned sample does not count in the loss
             weight = torch.ones_like(target[:, :1])
             weight[:, :, 0] = (~conditioned).to(weight.dtype)[:, None, None, None]
             squares = ((predicted - target).square() * weight).flatten(1).sum(1)
@@ -86,7 +86,7 @@ class FlowLoss:
 def with_first_frame(
     noisy: Tensor, latent: Tensor, sigma: Tensor, conditioned: Tensor, patch: tuple[int, int, int]
 ) -> tuple[Tensor, Tensor]:
-    """Removes the noise from the first frame of `conditioned` samples; also returns [batch, tokens] timesteps."""
+    """Removes the noise from the first frame of `conditioned` samples; also returns timesteps, [batch, tokens]."""
     noisy = noisy.clone()
     noisy[:, :, 0] = torch.where(conditioned[:, None, None, None], latent[:, :, 0], noisy[:, :, 0])
     frames, height, width = (side // part for side, part in zip(latent.shape[2:], patch, strict=True))

@@ -1,4 +1,4 @@
-"""Checks that need the model's configuration or weights, made before encoding starts, which may take hours."""
+"""Checks that need the model's configuration or weights. They run before encoding, which may take hours."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def takes_first_frame(setup: Setup) -> bool:
 
 
 def check_weights(setup: Setup, name: str, transformer: Any) -> None:
-    """Raises ConfigError for weights of another architecture or a LoRA that does not fit; `transformer` may be meta."""
+    """Raises ConfigError for weights of another architecture, or for a LoRA that does not fit the transformer."""
     config = setup.config
     if setup.pretrained is not None:
         check_fit(transformer, setup.weight_files[name])

@@ -59,7 +59,7 @@ def previews(recipe: WanFlow, model: Experts) -> Mapping[str, Any] | None:
     }
     for number, frames in enumerate(samples):
         if len(frames) > 1:
-            # fps 0 keeps each video's own frame rate: there is no single one.
+            # With fps 0 each video has its own frame rate, so previews use a default.
             files[f"sample_{number:02d}.mp4"] = mp4(enlarged(frames), recipe.config.fps or FPS)
     return files
 
@@ -72,7 +72,7 @@ def _requests(recipe: WanFlow) -> list[_Request]:
         like = torch.zeros(data.shape(0)) if hasattr(data, "shape") else data[0]["latent"]
         return [_Request(caption, like, recipe.text(caption)) for caption in recipe.preview_prompts]
     number = min(recipe.config.num_previews, len(data))
-    # The built-in shapes alternate, so the first ones show them all; a folder is sorted by name.
+    # The built-in shapes alternate, so the first samples show all of them; a folder is sorted by name.
     stride = len(data) // number if hasattr(data, "sources") and number else 1
     indices = [index * stride for index in range(number)]
     return [_Request(caption_of(data, index), *recipe.encoded_sample(data[index])) for index in indices]
@@ -93,7 +93,7 @@ def fixed_noise(number: int, shape: torch.Size) -> Tensor:
 
 
 def generate(recipe: WanFlow, model: Experts, noise: Tensor, text: tuple[Tensor, Tensor], like: Tensor) -> Tensor:
-    """Samples latents from noise; a low-noise expert, which never saw pure noise, starts from `like` with noise."""
+    """Samples latents from noise. A low-noise expert was not trained on pure noise, so it starts from noised `like`."""
     config, flow = recipe.config, recipe.setup.flow
     shift = _AUTO_SHIFT if config.shift == "auto" else float(config.shift)
     settings = {"steps": config.preview_steps, "guidance": config.guidance, "low": flow.low, "high": flow.high}

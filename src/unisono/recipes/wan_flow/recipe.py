@@ -38,12 +38,12 @@ class WanFlow(WanRecipe):
     defaults: ClassVar[Mapping[str, Any]] = DEFAULTS | {"batch_size": 1, "learning_rate": 1e-5, "ema_decay": 0.9999}
     aliases: ClassVar[Mapping[str, str]] = settings.ALIASES
     fixed: ClassVar[Sequence[str]] = (
-        # Which samples are for training and which are held out:
+        # The split into training and held-out samples:
         *("dataset_path", "eval_dataset_path", "num_eval", "num_shapes"),
         # What a sample contains:
         *("parts_path", "height", "width", "max_pixels", "num_frames", "fps", "window", "latents", "text_dtype"),
-        # The model, and what its weights mean. model_path may change: a LoRA's base is identified by its content, and a
-        # run that trains all weights has them in its checkpoints.
+        # The model and the meaning of its weights. model_path may change: a LoRA's base is identified by its content,
+        # and a run that trains all weights has them in its checkpoints.
         *("model_config", "expert", "lora_rank", "lora_alpha", "lora_targets", "lora_path"),
     )
     Config = settings.Config
@@ -53,7 +53,7 @@ class WanFlow(WanRecipe):
         """Defaults for the tiny model on a CPU, and for a LoRA."""
         if str(values["model_config"]).lower() == "tiny":
             excluded = set()
-            if values["num_epochs"] is not None:  # then the number of steps is the user's choice
+            if values["num_epochs"] is not None:  # the user has set the length of the run
                 excluded.add("max_steps")
             if values["dataset_path"] not in (cls.Config.dataset_path, settings.TINY["dataset_path"]):
                 excluded.add("num_previews")  # 24 previews are for the small shapes only
@@ -64,7 +64,7 @@ class WanFlow(WanRecipe):
         super().__init__(config)
         check_config(config)
         self.has_frozen_weights = bool(config.lora_rank or config.lora_path)
-        self._base_to_record: LoraBase | None = None  # until the first step
+        self._base_to_record: LoraBase | None = None  # None once the first step has recorded the base weights
 
     @cached_property
     def setup(self) -> Setup:
@@ -90,7 +90,7 @@ class WanFlow(WanRecipe):
         return prompts_in(self.config.preview_prompts, "preview_prompts")
 
     def check_settings(self, settings: Settings) -> None:
-        """Refuses cuda_graph with two experts: which samples each of them gets changes from step to step."""
+        """Rejects cuda_graph with two experts, because the samples that each expert gets change from step to step."""
         super().check_settings(settings)
         if settings.precision.cuda_graph and len(self.setup.trained) > 1:
             raise ConfigError(
@@ -111,7 +111,7 @@ class WanFlow(WanRecipe):
         from unisono.recipes.wan_flow.data.folder import check_paths_exist
         from unisono.recipes.wan_flow.model_checks import check_model
 
-        self.prepared = work.folder  # for callers that run prepare() without the engine
+        self.prepared = work.folder  # set here for callers that run prepare() without the engine
         check_paths_exist(self.config)
         check_model(self.setup)
         self._base_to_record = self._lora_base and self._lora_base.for_one_process(work)
@@ -121,7 +121,7 @@ class WanFlow(WanRecipe):
 
     @cached_property
     def _lora_base(self) -> LoraBase | None:
-        """The frozen weights under a LoRA; raises ConfigError when they are not those the run started with."""
+        """The frozen base weights of a LoRA; raises ConfigError if the run started with different base weights."""
         from unisono.recipes.common.lora_base import LoraBase
 
         setup = self.setup
@@ -164,7 +164,7 @@ class WanFlow(WanRecipe):
         return None if self.setup.pretrained is None else ExpertWeights(self.setup.weight_files)
 
     def frozen_linears(self, part: str, module: nn.Module) -> Sequence[str] | None:
-        """Those of the transformers' blocks; the encoders compute the same with and without a cache."""
+        """The layers in the transformers' blocks. The encoders have none: a cache must not change outputs."""
         return None if part == "model" else ()
 
     def frozen(self) -> Mapping[str, nn.Module]:
@@ -198,7 +198,7 @@ class WanFlow(WanRecipe):
         return collated(items)
 
     def _encoded(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """[batch, C, f, h, w] latents and [batch, length, width] text embeddings."""
+        """The batch's latents [batch, C, f, h, w] and text embeddings [batch, length, width]."""
         import torch
 
         if "latent" in batch:
@@ -206,7 +206,7 @@ class WanFlow(WanRecipe):
         return self._vae.encode_frames(batch["frames"]), torch.stack(self._embeddings(batch["caption"]))
 
     def _embeddings(self, captions: Sequence[str]) -> list[Tensor]:
-        """[text length, width] the text embedding of each caption, computed by the frozen text encoder."""
+        """The text embedding of each caption, [text length, width], computed by the frozen text encoder."""
         from unisono.recipes.wan.models.text import pad
 
         length = self.setup.encoders.text_length
@@ -223,7 +223,7 @@ class WanFlow(WanRecipe):
         return latent[0], text[0]
 
     def text(self, caption: str) -> Tensor:
-        """[text length, width] the text embedding of a caption."""
+        """The text embedding of a caption, [text length, width]."""
         cached = self.data.text(caption)
         return cached if cached is not None else self._embeddings([caption])[0]
 

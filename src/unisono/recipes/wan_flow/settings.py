@@ -47,7 +47,7 @@ class Config(Recipe.Config):
     """Which of the two transformers of Wan 2.2 A14B to train."""
 
     dataset_path: str = "./dataset"
-    """Folder of images and videos, each with a text file of its name, or with metadata.csv, .json or .jsonl; `shapes` is the built-in dataset."""
+    """Folder of images and videos, each with a caption in a text file of the same name, or all listed in metadata.csv, .json or .jsonl. `shapes` is the built-in dataset."""
     eval_dataset_path: str | None = None
     """Folder of samples to hold out for evaluation, laid out like dataset_path."""
     num_shapes: int = 2400
@@ -61,19 +61,19 @@ class Config(Recipe.Config):
     max_pixels: int = 480 * 832
     """Largest number of pixels of a frame when samples keep their aspect ratio; larger frames are scaled down."""
     num_frames: int = 81
-    """Frames per video, of the form 4k + 1. A shorter video gives the longest such window it has."""
+    """Number of frames per video, of the form 4k + 1. A shorter video is trained on its longest window of that form."""
     fps: float = 16.0
     """Frames per second to resample videos to. 0 keeps each video's own frame rate."""
     window: Literal["head", "middle", "random"] = "head"
-    """Where the window starts in a video that is longer than num_frames; random needs no_cache."""
+    """Position of the training window in a video that is longer than num_frames. random needs no_cache."""
     leave_out_bad: bool = False
-    """Skip files that cannot be used and list them, instead of stopping."""
+    """Skip unusable files and list them, instead of stopping with an error."""
     latents: Literal["normalised", "raw"] = "normalised"
-    """What the files name.latent.safetensors in the dataset contain: normalised latents as the transformer takes them, or raw VAE latents, which are then normalised on loading."""
+    """Kind of latents in the dataset's own name.latent.safetensors files: normalised (as the transformer takes them), or raw (as the VAE outputs them; they are normalised on loading)."""
     cache_dir: str | None = None
     """Folder for cached latents and text embeddings, which several runs may share. Default: inside the run folder."""
     no_cache: bool = False
-    """Encode images, videos and captions in every step instead of caching them. Keeps the VAE and the text encoder in memory."""
+    """Encode images, videos and captions in every step instead of caching them. The VAE and the text encoder then stay in memory."""
     text_dtype: TextDtype = "bfloat16"
     """Dtype of the text encoder, independent of mixed_precision; published pipelines use bfloat16. The tiny model always uses float32."""
 
@@ -84,9 +84,9 @@ class Config(Recipe.Config):
     logit_std: float = 1.0
     """Standard deviation of the logit, for sigma_sampling logit_normal."""
     mode_scale: float = 1.29
-    """How strongly sigma_sampling mode prefers medium noise levels; 0 is uniform."""
+    """Scale of the preference for medium noise levels, for sigma_sampling mode. 0 is uniform."""
     shift: float | Literal["auto"] = 3.0
-    """Shifts the noise levels towards more noise, which larger samples need: 3 is usual at 480p, 5 at 720p and for TI2V-5B; auto follows each sample's size."""
+    """Shift of the noise levels towards more noise, which larger samples need: 3 is usual at 480p, 5 at 720p and for TI2V-5B; auto follows each sample's size."""
     caption_dropout: float = 0.1
     """Probability of training a sample without its caption, which classifier-free guidance needs."""
     first_frame: float = 0.0
@@ -95,11 +95,11 @@ class Config(Recipe.Config):
     lora_rank: int = 0
     """Rank of the LoRA to train. 0 trains all weights."""
     lora_alpha: float | None = None
-    """Scale of the LoRA is lora_alpha / rank. Default: the rank."""
+    """LoRA alpha; the output of the LoRA is scaled by lora_alpha / rank. Default: the rank."""
     lora_targets: str = ""
     """Name endings of the layers that get a LoRA, separated by commas. Default: attention and feed-forward layers."""
     lora_path: str | None = None
-    """LoRA to continue training; its file decides rank and layers."""
+    """LoRA file to continue training. The file determines rank and layers."""
     attention: Attention = "auto"
     """Attention kernel on a GPU; auto measures which one is fastest."""
 

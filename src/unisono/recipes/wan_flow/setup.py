@@ -1,4 +1,4 @@
-"""The model of a run, derived from the settings: its initial weights, the transformers to train, the objective."""
+"""Derives the model of a run from the settings: the initial weights, the transformers to train, the objective."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Setup:
             return None
         folder = describe(self.config.model_path)
         if self.config.expert == "low" and list(folder.transformers) == [HIGH] and not _is_whole_model(folder):
-            # A single expert's file does not say which expert it is: the user's setting does.
+            # The file of a single expert does not say which expert it is, so the user's setting decides.
             return replace(folder, transformers={LOW: folder.transformers[HIGH]})
         return folder
 
@@ -61,14 +61,14 @@ class Setup:
 
     @cached_property
     def boundary(self) -> float | None:
-        """The noise level at which the high-noise expert hands over to the other; None for a single transformer."""
+        """The noise level at which the high-noise expert hands over to the low-noise one; None for one transformer."""
         if self.pretrained is not None:
             return self.pretrained.boundary_ratio if len(self.pretrained.transformers) > 1 else None
         return BOUNDARY if self.model_name == "a14b" else None
 
     @cached_property
     def transformer(self) -> dict[str, Any]:
-        """The configuration of the transformer; two experts share one."""
+        """The configuration of the transformer, which two experts share."""
         config = transformer_config(self.pretrained, self.config.model_config, part=self.trained[0])
         refuse_channels(config, f"model_path {self.config.model_path}" if self.pretrained else "model_config")
         return config
@@ -101,7 +101,7 @@ class Setup:
         shift = 1.0 if by_size else float(config.shift)
         levels = NoiseLevels(config.sigma_sampling, config.logit_mean, config.logit_std, config.mode_scale, shift)
         parts, boundary = self.trained, self.boundary
-        if boundary is None and config.expert != "both":  # one of two experts in a file of its own
+        if boundary is None and config.expert != "both":  # the file contains only one of two experts
             parts, boundary = parts_to_train((HIGH, LOW), config.expert), BOUNDARY
         low, high = levels_of(parts, boundary)
         factor = self.encoders.geometry.spatial_factor

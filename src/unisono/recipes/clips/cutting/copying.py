@@ -1,4 +1,4 @@
-"""Stream copy of a moment, from the key frame before it: instant and lossless."""
+"""Copies the streams of a moment, starting at the key frame before it. This is instant and lossless."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def copy(footage: Footage, moment: Moment, to: Path) -> tuple[float, float]:
 
 
 def obstacle_to_copy(footage: Footage) -> str:
-    """Why the streams of a video cannot be copied to an MP4 file; empty if they can."""
+    """The reason why the streams of a video cannot be copied to an MP4 file; empty if they can."""
     import av
 
     with open_media(footage.path) as source:

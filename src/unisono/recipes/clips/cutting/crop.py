@@ -1,4 +1,4 @@
-"""Crops a video to another aspect ratio: a window of fixed size that follows the motion smoothly."""
+"""Crops a video to another aspect ratio, with a window of fixed size that follows the motion smoothly."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from unisono.recipes.clips.video.footage import Footage
 _RATE = 8.0  # frames per second to analyse
 _LONGER_SIDE = 64  # width or height of the analysed frames, in pixels
 _NUM_POSITIONS = 33  # number of window positions that are considered
-_SPEED_COST = 0.1  # cost of moving the window; at 0.1, it takes about a second to cross half a frame
+_SPEED_COST = 0.1  # cost of moving the window; at 0.1, the window takes about a second to cross half a frame
 _CENTRE_BONUS = 0.03  # keeps the window in the centre if nothing moves
 _NOISE = 0.001  # mean difference between frames (full scale is 1) that is mostly noise
 _FRAMES_APART = 2  # motion is the difference between a frame and the one this many frames before it
@@ -36,8 +36,8 @@ class Crop:
     """Position of the window's centre at `times`: 0 to 1 along the side that is cropped."""
 
     def size(self, height: int, width: int, pixel_aspect: float = 1.0) -> tuple[int, int]:
-        """Height and width of the window in an upright frame: as large as fits, and even, as H.264 requires."""
-        shape = self.aspect / pixel_aspect  # in pixels
+        """Height and width of the window in an upright frame, in pixels: the largest even numbers that fit."""
+        shape = self.aspect / pixel_aspect  # aspect ratio of the window in pixels of the video
         if width > height * shape:
             width = round(height * shape)
         else:
@@ -45,7 +45,7 @@ class Crop:
         return max(2, height // 2 * 2), max(2, width // 2 * 2)
 
     def corner(self, time: float, height: int, width: int, pixel_aspect: float = 1.0) -> tuple[int, int]:
-        """Top and left of the window at a time; even, so that chroma planes can be cropped too."""
+        """The window's top and left edge at a time, in pixels; both are even, so that chroma planes can be cropped."""
         high, wide = self.size(height, width, pixel_aspect)
         centre = float(np.interp(time, self.times, self.centres)) if len(self.times) else 0.5
         top, left = ((centre * full - part / 2) for full, part in ((height, high), (width, wide)))
@@ -99,7 +99,7 @@ def path(
             continue
         shot_times, shot = times[first:last], frames[first:last]
         centres = _smooth(_best_path(_motion_inside(shot, positions, share), positions, shot_times), shot_times)
-        if path_times:  # stay until the scene cut: interpolation would slide the window before it
+        if path_times:  # holds the position until the scene cut; interpolation would move the window too early
             path_times.append(np.array([shot_times[0] - 1e-6]))
             path_centres.append(path_centres[-1][-1:])
         path_times.append(shot_times)
@@ -108,7 +108,7 @@ def path(
 
 
 def _motion_inside(frames: NDArray[np.uint8], positions: NDArray[np.float64], share: float) -> NDArray[np.float64]:
-    """The fraction of the motion inside the window, [N, positions], plus a bonus for the centre."""
+    """For each frame and window position, the fraction of the motion inside the window plus a bonus for the centre."""
     luma = frames.mean(axis=3) / 255
     # Compares frames a quarter of a second apart, so that slow motion is visible. The first frames have no earlier
     # frame and are compared with later ones.
@@ -119,7 +119,7 @@ def _motion_inside(frames: NDArray[np.uint8], positions: NDArray[np.float64], sh
     columns = change.mean(axis=1)
     width = columns.shape[1]
     distance = np.abs((np.arange(width)[:, None] + 0.5) / width - positions) / (share / 2)
-    # A parabola, so that motion in the centre of the window counts most.
+    # The weights form a parabola, so that motion in the centre of the window counts most.
     weights = np.maximum(1 - distance**2, 0)
     inside = columns @ weights / (columns.sum(axis=1, keepdims=True) + _NOISE * width)
     return np.asarray(inside + _CENTRE_BONUS * (1 - np.abs(positions - 0.5) * 2))
@@ -133,7 +133,7 @@ def _best_path(
     squared = (positions[:, None] - positions[None]) ** 2  # [from, to]
     best, previous = rewards[0] * steps[0], []
     for number in range(1, len(rewards)):
-        # Squared speed times duration: a slow pan costs less than a fast one over the same distance.
+        # The cost is squared speed times duration: a slow pan costs less than a fast pan over the same distance.
         options = best[:, None] - _SPEED_COST * squared / steps[number]
         previous.append(options.argmax(axis=0))
         best = options.max(axis=0) + rewards[number] * steps[number]

@@ -17,8 +17,8 @@ from unisono.recipes.clips.video.footage import Footage
 _BINS = 8  # bins per channel of a colour histogram
 _BLOCKS = 4  # frames are also compared by the means of 4×4 blocks, because two shots may have the same colours
 _CHANGE = 0.15  # fraction of the largest possible difference; a smaller change is not a cut
-_ABOVE_AROUND = 4.0  # a cut differs this much more than the frames around it; a shaking camera does not
-_AROUND = 12  # frames
+_ABOVE_AROUND = 4.0  # a cut changes the picture at least this many times as much as the median change around it
+_AROUND = 12  # number of changes before and after a cut to compare it with, to rule out a shaking camera
 _LOUD_QUANTILE, _PAUSE_BELOW = 0.9, 0.1  # a pause is quieter than this fraction of the loud parts
 _SHORTEST_PAUSE = 0.15  # seconds
 _QUIETEST = 1e-4  # relative to full scale; sound that is never louder has no pauses
@@ -39,10 +39,10 @@ class Edge:
 def shots(frames: NDArray[np.uint8], times: NDArray[np.float64]) -> list[Edge]:
     """Scene cuts in small frames [N, height, width, 3], each at the time of the first frame of the new shot.
 
-    A frame that differs from both neighbours while these are alike is a flash, not a cut.
+    A frame that differs from both neighbours, while the neighbours are alike, is a flash and not a cut.
     """
     looks = np.stack([_look(frame) for frame in frames]) if len(frames) else np.zeros((0, 1))
-    steps = _differences(looks, 1)  # steps[i]: from frame i to i + 1
+    steps = _differences(looks, 1)  # steps[i] is the difference between frames i and i + 1
     double_steps = _differences(looks, 2)
     cuts = []
     for at in np.flatnonzero(steps > _CHANGE):

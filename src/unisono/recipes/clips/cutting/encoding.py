@@ -28,7 +28,7 @@ _AAC_RATES = (48_000, 44_100, 32_000, 24_000, 22_050, 16_000, 12_000, 11_025, 8_
 _AAC_SAMPLES = 1024
 _QUALITY = {"crf": "19", "preset": "fast"}
 _HALF_FRAME = 0.02  # in seconds; at a variable frame rate, half of the mean duration would be meaningless
-_LIMITED_RANGE = 1  # FFmpeg's number
+_LIMITED_RANGE = 1  # FFmpeg's number for limited range
 
 
 def encode(
@@ -40,7 +40,8 @@ def encode(
     first_two = list(islice(frames, 2))
     if not first_two:
         raise UserError(f"{footage.path}: no frame can be read at {moment.start:.1f} s")
-    # Starts at the nearest frame, so that frames stay evenly spaced, but within a long frame exactly at the moment.
+    # Starts at the frame nearest to the moment's start, so that frames stay evenly spaced. If that is too far away
+    # (within a frame of long duration), the clip starts exactly at the moment.
     near = [time for time, _ in first_two if abs(time - moment.start) <= half + 1e-6]
     origin = min(near, key=lambda time: abs(time - moment.start)) if near else moment.start
     if len(first_two) == 2 and first_two[1][0] <= origin:
@@ -103,7 +104,7 @@ class _Prepare:
         self._whole = height, width
         self._window = crop.size(height, width, footage.pixel_aspect) if crop else (height, width)
         self.size, self.pixel_aspect = self._window, Fraction(footage.pixel_aspect).limit_denominator(1000)
-        if target_height:  # with square pixels
+        if target_height:  # the scaled frame has square pixels
             shape = crop.aspect if crop else width * footage.pixel_aspect / height
             self.size, self.pixel_aspect = (_even(target_height), _even(target_height * shape)), Fraction(1)
         with open_media(footage.path) as container:
@@ -169,7 +170,7 @@ class _SoundTrack:
         self._written = 0
 
     def write(self, until: float | None) -> None:
-        """Writes the sound up to a time, or to its end."""
+        """Writes the sound up to the time `until`, or all remaining sound if it is None."""
         import av
 
         while until is None or self._written < until * self._rate:

@@ -38,7 +38,9 @@ def pick(
     gap: float = 2.0,
     duration: float | None = None,
 ) -> list[Moment]:
-    """The `number` best moments of a video, best first and ties by time; asking for fewer gives a prefix of the list.
+    """The `number` best moments of a video, best first, and the earlier first in a tie.
+
+    With a smaller `number`, the result is a prefix of the same list.
 
     A moment starts as the best-scoring stretch of the shortest length, and grows towards its better neighbour as long
     as that clip stands out from the video too. Moments are at least `gap` seconds apart and contain no clip without a
@@ -69,7 +71,7 @@ def pick(
 
 
 class _Stretches:
-    """For each clip, the shortest stretch from it that has at least a given length; sorted by mean score."""
+    """For each clip, the shortest stretch of at least a given length that starts there; sorted by mean score."""
 
     def __init__(
         self, values: NDArray[np.float64], times: NDArray[np.float64], free: NDArray[np.bool_], least: float
@@ -118,7 +120,7 @@ def _grow(
             sides.append((values[first - 1], -1))
         if last < len(values) and free[last] and times[last + 1] - times[first] <= longest + _TINY:
             sides.append((values[last], 1))
-        best, side = max(sides, default=(-np.inf, 0))  # if both are equal, the later one
+        best, side = max(sides, default=(-np.inf, 0))  # the later neighbour if both are equal
         if best <= threshold:
             return first, last
         first, last = (first - 1, last) if side < 0 else (first, last + 1)

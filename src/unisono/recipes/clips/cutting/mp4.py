@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def new_file(to: Path) -> Iterator[Path]:
-    """Yields a temporary path; on success the file is renamed to `to`, unless that exists by then."""
+    """Yields a temporary path; on success the file is renamed to `to`, or UserError if `to` exists by then."""
     taken = f"{to} already exists and is not overwritten; choose another --output_dir"
     if os.path.lexists(to):
         raise UserError(taken)
@@ -35,6 +35,6 @@ def writing(path: Path) -> Iterator[OutputContainer]:
     """Opens a new MP4 file for writing."""
     import av
 
-    # Absolute, because FFmpeg takes `http:clip` for a URL. faststart lets a browser play it before it is fully loaded.
+    # Absolute path: FFmpeg takes `http:clip` for a URL. faststart lets a browser play it before it is fully loaded.
     with av.open(str(path.absolute()), mode="w", format="mp4", options={"movflags": "+faststart"}) as container:
         yield container

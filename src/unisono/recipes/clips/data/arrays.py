@@ -1,4 +1,4 @@
-"""A folder with the arrays of one video, which appears only when it is complete.
+"""A folder with the arrays of one video. The folder appears only when it is complete.
 
 Each array is a .npy file and grows block by block while the video is read; `facts.json` lists shapes and types.
 """
@@ -102,7 +102,7 @@ class NewArrays:
             file.flush()
             os.fsync(file.fileno())
         sync_folder(self._partial)
-        if ArrayFolder(self._final).facts() is not None:  # another process was faster
+        if ArrayFolder(self._final).facts() is not None:  # another process has written the folder meanwhile
             return
         if self._final.exists():  # written by an earlier run, and damaged since
             damaged = self._partial.with_suffix(".damaged.part")
@@ -113,6 +113,6 @@ class NewArrays:
 
 
 def _npy_header(shape: tuple[int, ...], dtype: np.dtype[Any]) -> bytes:
-    # Version 1.0 of the format: a Python literal, padded with spaces.
+    # In version 1.0 of the format, the header is a Python literal, padded with spaces.
     literal = f"{{'descr': '{dtype.str}', 'fortran_order': False, 'shape': {shape}, }}"
     return b"\x93NUMPY\x01\x00" + (_HEADER - 10).to_bytes(2, "little") + literal.ljust(_HEADER - 11).encode() + b"\n"

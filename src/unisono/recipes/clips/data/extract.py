@@ -5,7 +5,7 @@
                    stats.npy      float16 [T, len(STATS)]
                    features.npy   [T, D] instead of frames, when a model or a feature file provides them
                    facts.json     shapes and facts about the video; written last
-             bad/<key>.json       why a file could not be used
+             bad/<key>.json       the reason why a file cannot be used
 
 A key is a hash of everything that decides the content: the file's name, size and modification time, and the settings.
 The folder of a video appears atomically, so a restarted run continues with the missing videos. Memory use does not
@@ -46,7 +46,7 @@ from unisono.recipes.common.bad_files import BadFiles, BadMedia, first_few, usab
 from unisono.recipes.common.cache_files import remove_leftovers
 from unisono.recipes.common.fingerprint import Keys
 
-_FORMAT = 2  # part of the key: arrays of another format are extracted again
+_FORMAT = 2  # part of the key, so that arrays of another format are extracted again
 _MB = 1_000_000
 _MOST_MESSAGES = 3  # warnings about bad files during extraction; open() reports all bad files
 
@@ -106,7 +106,7 @@ class Extraction:
         """Warnings for the user; set by open()."""
 
     def fill(self, work: Work, workers: int = 1) -> None:
-        """Extracts this process's share of the missing videos in `workers` threads. A later call continues."""
+        """Extracts this process's share of the missing videos in `workers` threads; can be interrupted and repeated."""
         self._folder.mkdir(parents=True, exist_ok=True)
         remove_leftovers(self._folder)
         sources = dict(zip(self._keys, self._sources, strict=True))
@@ -280,7 +280,7 @@ def _megabytes(size: float) -> int:
 def _size(path: Path | None) -> int:
     try:
         return path.stat().st_size if path else 0
-    except OSError:  # extraction will report it
+    except OSError:  # extraction will report the error
         return 0
 
 

@@ -22,7 +22,7 @@ FEATURES = (".npy", ".npz", ".h5", ".hdf5")
 
 _MOST_BYTES = 2**32  # largest size of one video's features, uncompressed
 _MOST_CHUNK = 2**28  # bytes; HDF5 uncompresses a whole chunk to read any part of it
-_BUILT_IN_FILTERS = {1, 2, 3, 32000}  # deflate, shuffle, fletcher32, lzf: part of h5py, so no plugin is loaded
+_BUILT_IN_FILTERS = {1, 2, 3, 32000}  # deflate, shuffle, fletcher32, lzf; h5py loads no plugin for them
 
 
 @dataclass(frozen=True)
@@ -70,10 +70,10 @@ def opened_h5(path: Path) -> Iterator[Any]:
     if not path.is_file():
         raise BadMedia(path, "there is no such file")
     try:
-        # Does not lock the file: nothing changes it any more, and some file systems have no locks.
+        # Does not lock the file, because nothing changes it any more, and some file systems have no locks.
         with h5py.File(path, "r", locking="best-effort") as file:
             yield file
-    except (OSError, RuntimeError, ValueError, TypeError, KeyError) as error:  # h5py has no exception of its own
+    except (OSError, RuntimeError, ValueError, TypeError, KeyError) as error:  # h5py has no common exception class
         raise BadMedia(path, f"cannot be read as HDF5 ({' '.join(str(error).split())[:200]})") from None
 
 

@@ -41,7 +41,7 @@ class ExtractSettings:
     mel_steps: int = 20
     mel_bands: int = 32
     features: str = BUILTIN
-    """builtin (frames, mel, stats), files (features), transformers:FOLDER or module:function (features, mel, stats)."""
+    """Kind: builtin (frames, mel, stats), files (features), transformers:FOLDER or module:function (mel, stats too)."""
     feature_size: int = 224
     """Size of the shorter side of the frames that are passed to a feature model, in pixels."""
 
@@ -172,6 +172,7 @@ def read_blocks(
         mel = np.stack([log_mel(power, rate, settings.mel_steps, settings.mel_bands) for power in powers])
         yield {
             **({"features": _compute(settings.features, model, frames, sound, rate)} if model else {"frames": frames}),
-            "mel": mel if reading.facts.has_sound else np.zeros_like(mel),  # recorded silence is -1
+            # Missing sound is 0, to distinguish it from recorded silence, which is -1.
+            "mel": mel if reading.facts.has_sound else np.zeros_like(mel),
             "stats": np.stack([stats(*clip, power, rate) for clip, power in zip(clips, powers, strict=True)]),
         }

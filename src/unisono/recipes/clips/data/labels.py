@@ -33,10 +33,10 @@ class Labelled:
     video: Path | None
     features: FeatureFile | None
     duration: float | None
-    """In seconds; None if the label file does not contain it."""
+    """Duration in seconds; None if the label file does not contain it."""
     clip_seconds: float
     segments: NDArray[np.float64]
-    """[n, 3] start, end and score (0 to 1), sorted and without overlaps; a score of NaN means not labelled."""
+    """Start, end and score (0 to 1) of each part [n, 3], sorted and without overlaps; NaN means not labelled."""
     rest: float = 0.0
     """The score of everything outside the segments; NaN means not labelled."""
     where: str = ""
@@ -60,7 +60,7 @@ class Labelled:
         if len(behind) and not cut_off:
             raise ConfigError(
                 f"{self.where}: {self.name} is {edges[-1]:g} s long, but a label covers {behind[0, 0]:g} to "
-                f"{behind[0, 1]:g} s; correct or remove it (are these seconds?)"
+                f"{behind[0, 1]:g} s; correct or remove it (times must be in seconds)"
             )
         heights, lengths = self.segments[:, 2], np.diff(edges)
         unlabelled = np.isnan(heights)
@@ -100,9 +100,9 @@ def read_labels(
     """Reads the labelled videos of a folder or of a label file, always in the same order.
 
     `media` is the folder of the videos and feature files, if it is not that of the labels. Scores in a CSV file range
-    from 0 to `highest_score`. A row of a feature file covers a clip, or `feature_seconds`. A label without a video is
-    an error; with `leave_out_bad` it is skipped, and `remark` is called with a line about it. A symbolic link that
-    points outside the folder is an error, unless `follow_links` is set.
+    from 0 to `highest_score`. A row of a feature file covers `feature_seconds`, by default one clip. A label without a
+    video is an error; with `leave_out_bad` it is skipped, and `remark` is called with a note about it. A symbolic link
+    that points outside the folder is an error, unless `follow_links` is set.
     """
     if not 0 < clip_seconds < math.inf or not 0 < highest_score < math.inf:
         raise ConfigError(f"clip_seconds {clip_seconds}, highest_score {highest_score}: both must be above 0")
@@ -188,8 +188,8 @@ class _Files:
             try:
                 self._media[entry.name] = self._look_up(entry.name)
             except Outside as outside:
-                way_out = ", or pass --follow_links" if outside.is_link else ""
-                raise ConfigError(f"{entry.where}: {outside}{way_out}") from None
+                remedy = ", or pass --follow_links" if outside.is_link else ""
+                raise ConfigError(f"{entry.where}: {outside}{remedy}") from None
         if self._media[entry.name] is None:
             self._missing.setdefault(entry.name, entry.where)
         return self._media[entry.name]
@@ -203,7 +203,7 @@ class _Files:
         return _Media(video or features or inside, path(video) if video else None, rows)
 
     def _first(self, name: str, folder: str, suffixes: tuple[str, ...]) -> str | None:
-        # Not Path.suffix: names may contain dots, those of QVHighlights end with .0
+        # Does not use Path.suffix, because names may contain dots: those of QVHighlights end with .0
         suffix_of_name = next((end for end in (*VIDEOS, *FEATURES) if name.lower().endswith(end)), "")
         names = [name] if suffix_of_name and suffix_of_name in suffixes else []
         names += [name[: len(name) - len(suffix_of_name)] + suffix for suffix in suffixes]
@@ -220,6 +220,6 @@ class _Files:
         if any_exists and leave_out_bad:
             return f"skipped the labels of {len(self._missing)} videos that do not exist: {shown(name)} ({where})"
         raise ConfigError(
-            f"{where}: there is no video and no feature file {shown(name)}{others} in {self._tree.folder}; put it there"
+            f"{where}: there is no video and no feature file {shown(name)}{others} in {self._tree.folder}; add it"
             + (", or skip it with --leave_out_bad" if any_exists else "")
         )

@@ -26,14 +26,14 @@ from unisono.errors import ConfigError
 LABELS = "labels.csv"
 CALM, HIGHLIGHT, DECOY = 0, 1, 2
 PATTERNS = ("motion", "sound", "none")
-"""What distinguishes highlights from decoys. "none" is a control experiment: only calm clips can be recognised."""
+"""The difference between highlights and decoys. "none" is a control experiment: only calm clips can be recognised."""
 
 _HIGHLIGHTS = 0.19  # fraction of clips that are highlights; the same fraction are decoys
 _SAMPLE_RATE = 8_000
 _AUDIO_NOISE = 0.01  # background noise, as in any recording; the encoder is slow on pure silence next to a tone
 _MOST_NOISE = 30.0  # largest standard deviation of the noise in frames, on a scale of 0 to 255
 _CONTRAST = 140.0  # mean difference between dot and background, on a scale of 0 to 255
-_BT709, _LIMITED_RANGE = 1, 1  # FFmpeg's numbers
+_BT709, _LIMITED_RANGE = 1, 1  # FFmpeg's numbers for BT.709 and limited range
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Plan:
 
     @property
     def scores(self) -> NDArray[np.float32]:
-        """[T] 1 for highlights, 0 for the rest."""
+        """The score of each clip [T]: 1 for highlights, 0 for all others."""
         return np.asarray(self.kinds == HIGHLIGHT, dtype=np.float32)
 
 
@@ -93,7 +93,7 @@ def plan(seed: int, split: str, number: int, num_clips: int = 30, pattern: str =
         turns[decoys] *= -1
         phases[decoys] = np.pi - phases[highlights]
         centres[decoys, 0] *= -1
-    else:  # the tone of the highlight played backwards: starts at the pitch at which that ends
+    else:  # the highlight's tone played backwards: it starts at the pitch at which the highlight ends
         pitches[decoys] *= 2.0 ** sweeps[highlights]
         sweeps[decoys] *= -1
     background = random.uniform(40, 110, (4, 4, 3))
@@ -122,7 +122,7 @@ def frames_of(
     per_clip = round(fps * clip_seconds)
     number = np.arange(len(plan.kinds) * per_clip)
     clip = number // per_clip
-    # Angles are computed at the middle of each frame, so that a clip and its mirror image show the same ones.
+    # Angles are computed at the middle of each frame, so that a clip and its mirror image show the same angles.
     angle = plan.phases[clip] + 2 * np.pi * plan.turns[clip] * ((number % per_clip + 0.5) / per_clip)
     x, y = np.meshgrid(*[(np.arange(size) + 0.5) / size - 0.5] * 2)
     dot_x = plan.centres[clip, 0] + 0.3 * np.cos(angle)

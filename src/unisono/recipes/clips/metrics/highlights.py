@@ -83,9 +83,9 @@ def spearman_rho(truth: ArrayLike, scores: ArrayLike) -> float:
 def top_share_precision(truth: ArrayLike, scores: ArrayLike, share: float, clip_seconds: float = 2.0) -> float:
     """Mr. HiSum's MAP50 (`share` 0.5) or MAP15 (0.15) of one video.
 
-    Truth and scores are averaged over segments of 5 seconds. The `share` of the segments with the highest truth
-    (rounded down, at least one; in a tie the earlier ones) are the positives, and the result is their average
-    precision. It is NaN if fewer than two segments are labelled, or if all are equal.
+    Truth and scores are averaged over segments of 5 seconds. The positives are the segments with the highest truth: the
+    fraction `share` of all segments, rounded down, but at least one; in a tie, earlier segments. The result is the
+    average precision. It is NaN if fewer than two segments are labelled, or if all have the same truth.
     """
     truth, scores = np.asarray(truth, np.float64), np.asarray(scores, np.float64)
     if truth.shape != scores.shape:
@@ -144,7 +144,7 @@ def of_video(
 
 
 def _curve(positive: NDArray[np.bool_], scores: Scores) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """For each distinct score, highest first: the number of positives with at least that score, and the precision."""
+    """The number of positives with at least a score, and the precision, for each distinct score, highest first."""
     order = np.argsort(-scores, kind="stable")
     ends = np.flatnonzero(np.diff(scores[order], append=-np.inf))  # the last clip of each group of equal scores
     num_positives = np.cumsum(positive[order].astype(np.int64))[ends]

@@ -147,7 +147,7 @@ def main(words: Sequence[str] | None = None) -> int:
         "--ground-truth",
         type=Path,
         required=True,
-        help="jsonl with qid, duration, relevant_clip_ids and saliency_scores, and relevant_windows for windows",
+        help="jsonl with qid, duration, relevant_clip_ids, saliency_scores and, for windows, relevant_windows",
     )
     options = parser.parse_args(words)
     first_prediction, first_truth = (

@@ -2,9 +2,10 @@
 
 The metrics follow the evaluation code of QVHighlights (jayleicn/moment_detr, standalone_eval), in percent:
 
-- mAP at an IoU threshold: each prediction, best score first, matches the labelled window with the largest intersection
-  over union (IoU) that is not matched yet, if the IoU reaches the threshold. The interpolated average precision is
-  averaged over queries. `mAP` is the mean over the thresholds 0.5, 0.55 … 0.95.
+- mAP at a threshold of the intersection over union (IoU): in order of their scores, predictions are matched with
+  labelled windows. A prediction matches the window with the largest IoU among those that are not matched yet, if that
+  IoU reaches the threshold. The interpolated average precision is averaged over queries. `mAP` is the mean over the
+  thresholds 0.5, 0.55 … 0.95.
 - R1 at a threshold: the fraction of queries whose first prediction reaches it with any labelled window.
 - short, middle, long: mAP of the labelled windows of up to 10, up to 30, and up to 150 seconds.
 """

@@ -1,4 +1,4 @@
-"""clips.json: the scores and clips of a video, for other programs."""
+"""Writes clips.json, which contains the scores and clips of a video for other programs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""page.html of a video: the scores over time, thumbnails, and the clips in players.
+"""Writes page.html of a video: the scores over time, thumbnails, and players for the clips.
 
-A single HTML file next to the clips, on the common page kit. It makes no network request: images are embedded, and the
-only other files it refers to are the clips and the video, by relative links.
+The page is a single HTML file next to the clips, built with unisono's page kit. It makes no network request: images are
+embedded, and relative links refer only to the clips and the video.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def timeline(
         "strip_top": _STRIP_TOP,
         "strip_height": strip_height,
         "thumbnail_width": round(100 / max(1, len(pictures)) - 0.15, 2),
-        # On a narrow screen, a landscape thumbnail is cropped at its sides; a portrait one still has margins.
+        # On a narrow screen, a landscape thumbnail is cropped at its sides; a portrait thumbnail still has margins.
         "thumbnail_fit": "slice" if footage.height <= footage.width * footage.pixel_aspect else "meet",
         "thumbnails": [
             {"left": round(100 * number / len(pictures), 2), "picture": picture, "wide_screens_only": number % 2}
@@ -93,7 +93,7 @@ def _curves(
 ) -> list[tuple[str, str]]:
     """SVG paths of the area under the curve and of its line, one pair per stretch of clips that have a score.
 
-    Many clips are reduced to the maxima of groups.
+    If there are many clips, the curve shows the maximum of each group of neighbouring clips.
     """
     group_size = -(-len(scores) // _MOST_POINTS) or 1
     stretches: list[list[tuple[float, float]]] = [[]]
@@ -120,7 +120,7 @@ def _curves(
 
 
 def _time_ticks(duration: float) -> list[dict[str, Any]]:
-    """The labels of the time axis; a phone shows every second one."""
+    """The labels of the time axis; a phone shows every second label."""
     step = next((step for step in _TICK_SECONDS if duration / step <= 10), _TICK_SECONDS[-1])
     positions = [100 * number * step / duration for number in range(int(duration / step) + 1)]
     return [

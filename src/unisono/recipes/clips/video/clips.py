@@ -46,9 +46,9 @@ class VideoFacts:
     duration: float
     """Seconds from the first frame to the end of the last one, according to the header; a truncated file is shorter."""
     fps: float
-    """0 if unknown."""
+    """Frames per second; 0 if unknown."""
     height: int
-    """As displayed, after rotation."""
+    """Height and width are as displayed, after rotation."""
     width: int
     has_sound: bool
     has_video: bool = True
@@ -113,7 +113,7 @@ class Reading(Iterator[Clip]):
         self.duration = 0.0
         """Seconds read so far; in the end, the length of the video."""
         self.damage: Damage | None = None
-        """What could not be decoded; set after the last clip."""
+        """The parts that could not be decoded; set after the last clip."""
         self._path, self._seconds, self._num_frames = path, clip_seconds, frames_per_clip
         self._period = 1 / self.facts.fps if self.facts.fps else 0.04
         self._shrink = _Shrink(_in_proportion(self.facts, size) if isinstance(size, int) else size)
@@ -138,7 +138,7 @@ class Reading(Iterator[Clip]):
 
     @property
     def remark(self) -> str:
-        """What is damaged in the file; empty for an intact one."""
+        """A description of the damage to the file; empty if it is intact."""
         return f"{self._path} is {self.damage}" if self.damage else ""
 
     def _read(self) -> Generator[Clip]:
@@ -163,11 +163,11 @@ class Reading(Iterator[Clip]):
     def _small(self, frame: VideoFrame) -> NDArray[np.uint8]:
         try:
             return self._shrink(frame)
-        except Exception as error:  # the scaler does not accept everything that decoders produce
+        except Exception as error:  # the scaler rejects some frames that decoders produce
             raise BadMedia(self._path, f"has a frame that cannot be converted ({error})") from error
 
     def _frames_on_screen(self) -> Iterator[tuple[VideoFrame, float]]:
-        """The frames, each with the time until which it is on screen; the last frame stays to the end of its clip."""
+        """Yields each frame with the time until which it is on screen; the last frame stays to the end of its clip."""
         last: tuple[VideoFrame, float] | None = None
         for frame, time in self._timed_frames():
             if last is not None:
@@ -205,8 +205,8 @@ class Reading(Iterator[Clip]):
         truncated = missing > max(_MISSING_END, 0.02 * self.facts.duration) and self._sound.ended
         is_short = truncated or (bool(self._broken) and missing > _ROUNDING)
         frames_missing = self._faults.number
-        # After an error, decoders silently drop frames. Without errors, a smaller number than in the header is not
-        # damage.
+        # After an error, decoders silently drop frames. Without errors, it is no damage if the header promises more
+        # frames.
         if frames_missing and not is_short:
             frames_missing = max(frames_missing, self._num_frames_in_header - self._num_decoded)
         damage = Damage(

@@ -1,4 +1,4 @@
-"""Counts what cannot be decoded of a damaged video, and reports it in one line."""
+"""Counts the packets of a damaged video that cannot be decoded, and reports them in one line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from av.container import InputContainer
     from av.stream import Stream
 
-_NEGLIGIBLE_SOUND = 0.1  # missing seconds that are not reported: a packet or two at the ends
+_NEGLIGIBLE_SOUND = 0.1  # fewer missing seconds are not reported: they are a packet or two at the ends
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Random access to a video: the frames and the sound of any time range, in seconds after the first frame."""
+"""Reads the frames and the sound of any time range of a video; times are in seconds after the first frame."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Footage:
             raise BadMedia(path, NO_VIDEO)
         self.path, self.duration, self.has_sound = path, header.duration, header.has_sound
         self.height, self.width = header.height, header.width
-        """As displayed, after rotation."""
+        """Height and width in pixels as displayed, after rotation."""
         with open_media(path) as container:
             stream = video_stream(path, container)
             assert stream is not None
@@ -123,7 +123,7 @@ class Footage:
         return np.ascontiguousarray(np.rot90(np.asarray(pixels, np.uint8), self.quarter_turns))
 
     def picture_at(self, time: float, size: tuple[int, int], *, roughly: bool = False) -> NDArray[np.uint8] | None:
-        """The frame on screen at a time, or if `roughly`, near it, which is faster; None if it cannot be read."""
+        """The frame on screen at a time; with `roughly`, one near it, which is faster. None if unreadable."""
         try:
             for _, frame in self._decoded(time) if roughly else self.frames(time, time + 2 * _TINY):
                 return self.picture(frame, size)

@@ -1,4 +1,4 @@
-"""Collects learning histories in blocks of tasks, one file per block: an interruption costs at most one block."""
+"""Collects learning histories in blocks of tasks, one file per block. An interruption costs at most one block."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from unisono.recipes.darkroom.sources import SOURCES
 from unisono.recipes.darkroom.sources.source import Histories, run_learners
 
 _MAX_BLOCK = 9  # tasks
-_MIN_BLOCKS = 8  # smaller if there are few tasks, so that every rank gets a block
+_MIN_BLOCKS = 8  # with few tasks, blocks are smaller, so that there are at least this many for the ranks
 _MAX_GPU_ROWS = 2**15  # learners that a GPU runs at once, limited by the memory for their histories
 
 Block = tuple[int, ...]
 
 
 def blocks_of(tasks: Sequence[int]) -> list[Block]:
-    """Divides tasks into blocks, which depend only on the tasks: every rank and every restart gets the same ones."""
+    """Divides tasks into blocks. The blocks depend only on the tasks, so every rank and every restart gets the same."""
     ordered = sorted(set(tasks))
     size = max(1, min(_MAX_BLOCK, len(ordered) // _MIN_BLOCKS))
     return [tuple(ordered[start : start + size]) for start in range(0, len(ordered), size)]

@@ -4,11 +4,11 @@
       states       (steps, streams, 2)    x and y before the action
       actions      (steps, streams)
       rewards      (steps, streams)
-      next_states  (steps, streams, 2)    the true next cell, also at the end of an episode
+      next_states  (steps, streams, 2)    the true next cell, even at the end of an episode
       dones        (steps, streams)       the last step of an episode
 
 Files of other implementations work too. They have wider integers and more columns, and at the end of an episode their
-`next_states` is the start of the next one; this module never reads that column. Every history is replayed in the
+`next_states` is the start of the next episode; this module never reads that column. Every history is replayed in the
 environment when it is read, so a file of another environment, horizon or task order is rejected.
 """
 

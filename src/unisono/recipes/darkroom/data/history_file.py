@@ -20,7 +20,7 @@ from unisono.recipes.darkroom.rooms import Room
 FORMAT = 1
 _MAX_CHUNK = 2**28  # in bytes; HDF5 decompresses whole chunks
 _MAX_TEXT = 2000  # largest number of characters in an attribute
-_BUILT_IN_FILTERS = {1, 2, 3, 32000}  # deflate, shuffle, fletcher32, lzf: h5py loads no plugin for them
+_BUILT_IN_FILTERS = {1, 2, 3, 32000}  # deflate, shuffle, fletcher32, lzf, for which h5py loads no plugin
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class HistoryFile:
         if not self.path.is_file():
             raise UserError(f"{self.path} is not a file; histories are HDF5 files, or folders of them")
         try:
-            # Does not lock the file: it no longer changes, and some file systems have no locks.
+            # Does not lock the file, because it no longer changes, and some file systems have no locks.
             self._file = h5py.File(self.path, "r", locking="best-effort")
         except OSError as error:
             raise UserError(
@@ -120,7 +120,7 @@ class HistoryFile:
                 raise self._unfit(task, name, f"has the shape {shape}, expected ({expected})")
             if shape[0] < num_steps or shape[1] < num_streams:
                 sizes = f"{shape[0]} steps of {shape[1]} streams, expected at least {num_steps} of {num_streams}"
-                raise self._unfit(task, name, f"has {sizes}; use smaller settings, or collect more")
+                raise self._unfit(task, name, f"has {sizes}; train on fewer steps or streams, or collect more")
             values = column[:num_steps, :num_streams]
         if values.size and not 0 <= values.min() <= values.max() < below:
             raise self._unfit(

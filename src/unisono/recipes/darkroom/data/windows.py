@@ -1,7 +1,7 @@
 """The training data: contexts cut out of learning histories.
 
-All histories are on the device as bytes (22 MB for the whole data set), and a batch of contexts is gathered from them
-by index. Every context starts at the first step of an episode, as in a rollout.
+All histories are stored on the device as bytes (22 MB for the whole dataset), and a batch of contexts is gathered from
+them by index. Every context starts at the first step of an episode, as in a rollout.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Windows:
 
     @classmethod
     def of(cls, histories: Histories, horizon: int, length: int, skip: int = 1, setting: str = "n_transit") -> Windows:
-        """Windows over every `skip`-th episode. Error messages call the setting for `length` `setting`."""
+        """Windows over every `skip`-th episode. `setting` is the name of the setting for `length`, for messages."""
         steps = histories.cells.shape[-1] // horizon * horizon
         columns = [
             values[..., :steps].reshape(-1, steps // horizon, horizon)[:, ::skip].flatten(1).contiguous()

@@ -21,14 +21,14 @@ _WARM_UP_CALLS = 4
 
 
 class Past:
-    """Everything that happened so far in each row of the batch."""
+    """The cells, actions and rewards of all steps so far, for each row of the batch."""
 
     def __init__(self, batch: int, num_steps: int, device: torch.device) -> None:
         self.cells = torch.zeros(batch, num_steps, dtype=torch.int64, device=device)
-        self.actions, self.rewards = self.cells.clone(), self.cells.clone()  # of the previous step
+        self.actions, self.rewards = self.cells.clone(), self.cells.clone()  # actions and rewards of the previous step
 
     def tokens(self, begin: int, end: int) -> Tokens:
-        """The steps from `begin` to `end` as a context that starts there."""
+        """The steps from `begin` to before `end`, as a context whose first token is step `begin`."""
         cells, actions, rewards = (values[:, begin:end].clone() for values in (self.cells, self.actions, self.rewards))
         actions[:, :1], rewards[:, :1] = NO_ACTION, 0
         return Tokens(cells, actions, rewards)
@@ -146,7 +146,7 @@ class _Game:
 
 
 def sample(logits: Tensor, uniform: Tensor) -> Tensor:
-    """Samples [batch] actions from [batch, actions] logits, each by one uniform number."""
+    """Samples actions [batch] from logits [batch, actions], each with one uniform random number."""
     below = logits.float().softmax(-1).cumsum(-1) <= uniform[:, None]
     return below.sum(-1).clamp(max=NUM_ACTIONS - 1)
 

@@ -28,7 +28,7 @@ class Tokens(NamedTuple):
     cells: Tensor
     actions: Tensor  # the previous action, or NO_ACTION
     rewards: Tensor  # the previous reward
-    separators: Tensor | None = None  # in a two-region context: 0 for a step, 1 and 2 for the separators
+    separators: Tensor | None = None  # two-region contexts: 0 is a step, 1 and 2 are separators
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Cache:
         self._slots = torch.arange(shape.context, device=device)
 
     def clear(self) -> None:
-        """Removes all tokens."""
+        """Removes all tokens from the cache."""
         self.next.zero_()
 
     def fill(self, layer: int, keys: Tensor, values: Tensor) -> None:
@@ -81,7 +81,7 @@ class Block(nn.Module):
     def __init__(self, shape: Shape, layer: int) -> None:
         super().__init__()
         self._layer, self._heads, self.attention_dropout = layer, shape.num_heads, shape.attention_dropout
-        # No biases: on a GPU, summing their gradients would take a tenth of the step.
+        # Linear layers have no biases, whose gradients would take a tenth of the step on a GPU.
         self.norm_attention = nn.LayerNorm(shape.width, bias=False)
         self.queries_keys_values = nn.Linear(shape.width, 3 * shape.width, bias=False)
         self.mix = nn.Linear(shape.width, shape.width, bias=False)

@@ -16,7 +16,8 @@ from unisono.recipes.darkroom.sources.source import Draws, Source
 class Explorer(Source):
     """Walks to the nearest unvisited cell until it has found the reward, then goes straight there.
 
-    With a key and a door it searches for one after the other. A cell that had no key may still be the door.
+    In an environment with a key and a door, it searches for the key first and then for the door, which may be in any
+    cell, including those that it has visited before.
     """
 
     def __init__(self, room: Room, tasks: Tensor, draws: Draws, num_steps: int, noise: float = 0.02) -> None:
@@ -42,7 +43,7 @@ class Explorer(Source):
 
     def learn(self, cells: Tensor, actions: Tensor, rewards: Tensor, next_cells: Tensor, step: int) -> None:
         if self._num_goals == 1:
-            # Also marks cells after the goal is found, which is harmless: the costs are no longer used.
+            # This continues after the goal is found, which is harmless, because the costs are no longer used.
             self._cost.scatter_(1, next_cells[:, None], torch.inf)
             self._goals[:, 0] = torch.where(rewards > 0, next_cells, self._goals[:, 0])
             return
@@ -54,7 +55,7 @@ class Explorer(Source):
         reached = searching & (rewards > 0)
         self._goals.scatter_(1, stage, torch.where(reached, next_cells, goal)[:, None])
         rows = reached.nonzero()[:, 0]
-        self._cost[rows] = self._tie_break[rows]  # the next goal may be in any cell
+        self._cost[rows] = self._tie_break[rows]  # resets the costs, because the next goal may be in any cell
 
 
 class ActionExplorer(Source):
@@ -74,13 +75,15 @@ class ActionExplorer(Source):
         self._one_hot_moves = (
             torch.nn.functional.one_hot(moves, NUM_ACTIONS).float().flatten(1)
         )  # [task, action * move]
-        self._possible = torch.ones(len(tasks), room.num_tasks, dtype=torch.bool, device=device)  # not ruled out
+        # The tasks that the observations have not ruled out yet.
+        self._possible = torch.ones(len(tasks), room.num_tasks, dtype=torch.bool, device=device)
         cells = torch.arange(room.num_cells, device=device)
         self._outcomes = room.neighbours(cells)  # [cell, move] -> cell
         goal = room.num_cells - 1
         distance = 2 * (room.size - 1) - cells // room.size - cells % room.size
         closer = distance[self._outcomes] < distance[:, None]
-        self._forward = (closer | (self._outcomes == goal)).float()  # [cell, move]: gets closer, or stays at the goal
+        # [cell, move]: whether the move gets closer to the goal, or stays there.
+        self._forward = (closer | (self._outcomes == goal)).float()
 
     def act(self, cells: Tensor, step: int) -> Tensor:
         # The number of possible tasks in which each action leads towards the goal. Random numbers below 1 break ties.

@@ -5,8 +5,8 @@ environments have few cells, so after every update both networks are evaluated o
 look-up in that table. The gradients are written by hand: autograd takes a fifth longer.
 
 Learners are independent, or share a policy. An independent learner sees one episode per update and learns next to
-nothing in 50 episodes with the usual hyperparameters, so independent learners have their own hyperparameters. Other
-implementations share: the streams of a task are copies of one policy that learns from all of them.
+nothing in 50 episodes with the usual hyperparameters, so independent learners have their own hyperparameters. In other
+implementations, learners share a policy: the streams of a task are copies of one policy that learns from all of them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Settings:
     gamma: float = 0.99
     """Discount factor."""
     gae_lambda: float = 0.95
-    """Advantage estimates between one-step (0) and whole-episode (1)."""
+    """Lambda of the generalised advantage estimates: 0 looks one step ahead, 1 to the end of the episode."""
     clip: float = 0.2
     """Largest relative change of an action's probability per update."""
     entropy: float = 0.0
@@ -58,8 +58,8 @@ class Settings:
 
 
 SHARED = Settings()
-# The best of those tried on the 9 x 9 grid for 50 episodes. One-hot inputs matter most, then few epochs (20 passes over
-# one episode end in a policy that no longer explores) and advantages that are not normalised.
+# The best hyperparameters of those tried on the 9 x 9 grid for 50 episodes. One-hot inputs matter most. Next come few
+# epochs (after 20 passes over one episode the policy no longer explores) and advantages that are not normalised.
 INDEPENDENT = Settings(lr=5e-3, n_epochs=4, gamma=0.9, entropy=0.02, inputs="cells", normalise_advantages=False)
 
 _GROUP_ON_CPU = 64  # number of learners updated together; more would need more memory without being faster
@@ -70,9 +70,9 @@ class PPO(Source):
     """PPO learners: one per row of the batch, or, with `shared`, one per task.
 
     `settings` are fields of `Settings`; a field that is missing or None has its value in SHARED or INDEPENDENT. On a 9
-    x 9 grid an independent learner takes 0.25 MB, 7,300 of them 1.8 GB. Histories do not depend on which other
-    histories are collected with them, unless a different batch size changes rounding, and thereby an action. That was
-    not observed on the CPU; histories from CPU and GPU diverge sooner or later.
+    x 9 grid an independent learner takes 0.25 MB, 7,300 of them 1.8 GB. A history does not depend on the other
+    histories that are collected with it, except that another batch size may change rounding, and thereby an action.
+    This was not observed on the CPU. Histories from CPU and GPU diverge sooner or later.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class PPO(Source):
         overrides = {name: value for name, value in settings.items() if value is not None}
         self.settings = replace(SHARED if shared else INDEPENDENT, **overrides)
         self._streams = _streams_of(tasks) if shared else 1  # streams per learner
-        self._learner = torch.arange(len(tasks), device=tasks.device) // self._streams  # of each row
+        self._learner = torch.arange(len(tasks), device=tasks.device) // self._streams  # index of each row's learner
         # A shared policy uses the random numbers of its first stream.
         halves = (draws.uniform(2)[:: self._streams] * 2**24).long()
         keys = keys_for(0, (halves[:, 0] << 24) + halves[:, 1])

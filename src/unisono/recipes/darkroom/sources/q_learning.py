@@ -66,7 +66,7 @@ class QLearning(Source):
         return self._first_state + stage * self.room.num_cells + cells
 
     def _update(self, entry: Tensor, rewards: Tensor, next_state: Tensor) -> None:
-        # Episodes are truncated, not terminated, so the value of the next state counts at their last step too.
+        # Episodes are truncated, not terminated, so the value of the next state counts at the last step too.
         target = rewards + self._discount * self._values[next_state].amax(dim=1)
         values = self._values.view(-1)
         values[entry] = torch.lerp(values[entry], target, self._lr)

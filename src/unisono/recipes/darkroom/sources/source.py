@@ -22,7 +22,7 @@ _MAX_DRAWS = 16  # largest number of calls of Draws.uniform per step
 
 @dataclass(frozen=True)
 class Histories:
-    """Learning histories as bytes, [tasks, streams, steps]; episodes follow one another without a gap."""
+    """Learning histories as bytes, [tasks, streams, steps]; each episode directly follows the previous one."""
 
     tasks: Tensor  # [tasks], int64
     cells: Tensor  # the cell before the action
@@ -65,7 +65,7 @@ class Source(ABC):
 
     @abstractmethod
     def learn(self, cells: Tensor, actions: Tensor, rewards: Tensor, next_cells: Tensor, step: int) -> None:
-        """Learns from the outcome; `next_cells` are the true next cells, also at the end of an episode."""
+        """Learns from the outcome; `next_cells` are the true next cells, even at the end of an episode."""
 
 
 def run_learners(

@@ -63,7 +63,7 @@ def block_name(number: int) -> str:
 
 
 def packed(rows: list[list[int]], num_cut: int) -> bytes:
-    """A block as one array: number of texts, number of truncated ones, length of each, all tokens."""
+    """A block as one array: number of texts, number of truncated texts, length of each text, all tokens."""
     numbers = array("i", [len(rows), num_cut, *(len(row) for row in rows)])
     for row in rows:
         numbers.extend(row)
@@ -77,7 +77,7 @@ def join(folder: Path, num_blocks: int) -> None:
     if facts_of(folder) is None:
         try:
             _join(folder, num_blocks)
-        except FileNotFoundError:  # another run that uses this folder has removed them
+        except FileNotFoundError:  # another run that uses this folder has removed the blocks
             if facts_of(folder) is None:
                 raise UserError(f"{folder}: blocks are missing; start again to create them") from None
         except OSError as error:

@@ -31,7 +31,7 @@ _NUM_BYTES = 4096
 
 
 def lines_of(path: Path) -> Iterator[tuple[int, str]]:
-    """The lines, including line breaks, with their numbers from 1; ConfigError if they are not text."""
+    """The lines, including line breaks, with line numbers from 1; ConfigError if the file is not text."""
     number = 0
     try:
         with ExitStack() as stack:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from lxml.etree import _Element as Element
 
 MAX_BYTES = 2**25
-"""Longer pages are truncated."""
+"""Maximum size of a page; longer pages are truncated."""
 
 _MAGIC = {
     b"%PDF": "a PDF",
@@ -150,17 +150,17 @@ def _decoded(content: bytes, problems: list[str]) -> tuple[str, str]:
         encoding = "utf-16-le" if start[1::2].count(b"\0") > start[::2].count(b"\0") else "utf-16-be"
         return _replaced(content, encoding, problems), encoding
     declared = _XML_DECLARED.search(start) or _DECLARED.search(start)
-    wanted = _codec(declared[1].decode("ascii", "replace")) if declared else None
-    if declared and wanted is None:
+    declared_codec = _codec(declared[1].decode("ascii", "replace")) if declared else None
+    if declared and declared_codec is None:
         problems.append(f"declares the unknown encoding {declared[1].decode('ascii', 'replace')}")
-    if wanted and wanted != "utf-8":
-        return _replaced(content, wanted, problems), wanted
+    if declared_codec and declared_codec != "utf-8":
+        return _replaced(content, declared_codec, problems), declared_codec
     try:
         return content.decode("utf-8"), "utf-8"
     except UnicodeDecodeError as error:
         if len(content) == MAX_BYTES and error.start > len(content) - 4:  # the page was truncated within a character
             return content[: error.start].decode("utf-8"), "utf-8"
-        if wanted:
+        if declared_codec:
             problems.append("declared as UTF-8 but is not: read as Windows-1252")
         return content.decode("cp1252", "replace"), "cp1252"
 
@@ -185,7 +185,7 @@ def _tree(html: str, problems: list[str]) -> Element | None:
     from lxml import etree
     from lxml.html import HTMLParser
 
-    # As bytes, because lxml rejects text that begins with an XML declaration.
+    # Passes bytes, because lxml rejects text that begins with an XML declaration.
     parser = HTMLParser(
         encoding="utf-8", remove_comments=True, remove_pis=True, no_network=True, huge_tree=True, recover=True
     )

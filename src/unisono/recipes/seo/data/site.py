@@ -108,7 +108,7 @@ def _locations(path: Path) -> tuple[str, list[str]]:
     content = read_start(path, _MAX_BYTES + 1)
     if len(content) > _MAX_BYTES:
         raise ConfigError(one_line(f"{path}: larger than {_MAX_BYTES // 2**20} MiB; a sitemap is 50 MB at most"))
-    # No entities, no network, no external documents: the file is not trusted.
+    # The file is not trusted, so entities, network access and external documents are disabled.
     parser = etree.XMLParser(resolve_entities=False, no_network=True, load_dtd=False, huge_tree=False)
     try:
         root = etree.fromstring(content, parser)

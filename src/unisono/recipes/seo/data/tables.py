@@ -53,7 +53,7 @@ def text_in(value: Any) -> str | None:
 
 
 def no_text(value: Any) -> str:
-    """Why text_in() returned None: "is empty", or "is 12345, not text; …"."""
+    """The reason why text_in() returned None: "is empty", or "is 12345, not text; …"."""
     if value is None or isinstance(value, str):
         return "is empty"
     hint = "; write it in quotes" if isinstance(value, int | float) else ""

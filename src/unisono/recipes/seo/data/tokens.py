@@ -34,7 +34,7 @@ class Tokenize:
             whole = self._tokenizer(suspects, **like)["input_ids"] if suspects else []
             self.num_cut += sum(len(row) > self._limit for row in whole)
         nothing = self._tokenizer.eos_token_id or self._tokenizer.pad_token_id or 0
-        return [row or [nothing] for row in rows]  # if the tokenizer knows no character of the text
+        return [row or [nothing] for row in rows]  # a text may have no character that the tokenizer knows
 
 
 def fingerprint_of(files: Iterable[Path], *further: Any) -> str:

@@ -17,7 +17,7 @@ PRECISIONS = {"float16": "fp16", "bfloat16": "bf16", "float32": "no"}
 
 @dataclass
 class SEOConfig(ConfigClass):
-    """How to train a classifier of texts."""
+    """Settings for training a classifier of texts."""
 
     model_name: str = "minilm"
     """A transformers model: a folder, a hub id, `minilm` (part of unisono[seo]) or `tiny` (built from the texts)."""
@@ -52,7 +52,7 @@ class SEOConfig(ConfigClass):
     use_mixed_precision: bool = True
     """Compute in 16 bit on a GPU, with 32-bit weights. The CPU uses 32 bit unless mixed_precision_dtype is set."""
     mixed_precision_dtype: str = "auto"
-    """auto (bfloat16 if the GPU supports it, else float16), float16, bfloat16 or float32."""
+    """Dtype to compute in: auto (bfloat16 if the GPU supports it, else float16), float16, bfloat16 or float32."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass instead of storing them: less memory, more time, the same result."""
     dataloader_num_workers: int = 4
@@ -74,17 +74,17 @@ class SEOConfig(ConfigClass):
     use_multi_gpu: bool = False
     """Train on several GPUs. False: train on one device and ignore the fields below."""
     multi_gpu_strategy: str = "dataparallel"
-    """dataparallel (all GPUs from one process), distributed (one process per GPU, started by torchrun), or auto."""
+    """Strategy: dataparallel (all GPUs from one process), distributed (one process per GPU, by torchrun), or auto."""
     num_gpus: int = 1
     """Number of GPUs per machine. If fewer are available, gradient accumulation keeps the effective batch."""
     distributed_backend: str = "nccl"
-    """nccl between GPUs (ranks on the CPU use gloo), or gloo everywhere."""
+    """Communication backend: nccl between GPUs (ranks on the CPU use gloo), or gloo everywhere."""
     distributed_init_method: str = "env://"
-    """env://, or tcp://host:port instead of distributed_master_addr and distributed_master_port."""
+    """Rendezvous: env://, or tcp://host:port instead of distributed_master_addr and distributed_master_port."""
     distributed_world_size: int = 1
-    """Number of processes if you start them by hand. A launcher sets it itself."""
+    """Number of processes if you start the processes by hand. A launcher sets this number itself."""
     distributed_rank: int = 0
-    """Rank of this process if you start them by hand."""
+    """Rank of this process if you start the processes by hand."""
     distributed_master_addr: str = "localhost"
     """Address of rank 0 if you start the processes by hand."""
     distributed_master_port: str = "12355"

@@ -24,7 +24,7 @@ class Devices:
 
     world: World
     strategy: str
-    """single, dataparallel or distributed."""
+    """The strategy: single, dataparallel or distributed."""
     num_gpus: int
     """GPUs in use over all processes; 0: the CPU."""
     num_requested: int
@@ -125,7 +125,7 @@ def effective_batch(config: SEOConfig, num_devices: int) -> int:
 
 
 def precision(config: SEOConfig, devices: Devices) -> str:
-    """no, fp16 or bf16."""
+    """The mixed precision to train with: no, fp16 or bf16."""
     if not config.use_mixed_precision:
         return "no"
     if config.mixed_precision_dtype != "auto":

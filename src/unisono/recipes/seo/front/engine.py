@@ -249,7 +249,7 @@ class AdvancedLLMSEOEngine:
         return self._training.save_checkpoint(path)
 
     def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
-        """Loads a checkpoint of any number of GPUs, for analysis and to continue training."""
+        """Loads a checkpoint that was saved with any number of GPUs, for analysis and to continue training."""
         return {"path": str(self._training.load_checkpoint(path)), "epochs": self._training.classifier.num_epochs}
 
     # Analysis --------------------------------------------------------------------------------------------------------

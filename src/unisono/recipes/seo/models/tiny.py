@@ -46,7 +46,7 @@ def train_tokenizer(texts: Iterable[str], *, writes: bool = False) -> PreTrained
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    # Split very long words (embedded images, scripts without spaces): training time is quadratic in the word length.
+    # Splits very long words (embedded images, scripts without spaces), because training is quadratic in their length.
     words = (_ENDLESS.sub(r"\g<0> ", whole_text(text)) for text in islice(texts, _MOST_TEXTS))
     pieces.train_from_iterator(words, trainer)
     begin, end = (pieces.token_to_id(token) for token in (_BEGIN, _END))
@@ -75,7 +75,7 @@ def keep_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
         with atomic_folder(folder) as temporary:
             save_tokenizer(tokenizer, temporary)
     except OSError as error:
-        if not (folder / "tokenizer.json").is_file():  # if it exists, another process wrote it first, and all use that
+        if not (folder / "tokenizer.json").is_file():  # otherwise all processes use the file of the first
             raise UserError(
                 f"{folder} cannot be written ({error.strerror}); free some space, or use another folder"
             ) from None
@@ -107,7 +107,7 @@ def encoder_config(tokenizer: PreTrainedTokenizerBase, max_length: int) -> Any:
         num_attention_heads=_HEADS,
         intermediate_size=4 * _WIDTH,
         max_position_embeddings=max(_POSITIONS, -(-max_length // 8) * 8),
-        # No dropout, so that a run gives the same result on any number of ranks.
+        # The model has no dropout, so that a run gives the same result on any number of ranks.
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
         pad_token_id=tokenizer.pad_token_id,

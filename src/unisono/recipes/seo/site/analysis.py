@@ -191,7 +191,7 @@ class _Best:
             best, best_numbers = self._scores[side][rows], self._numbers[side][rows]
             joined = np.concatenate([best, new], axis=1)
             numbers = np.concatenate([best_numbers, np.broadcast_to(np.asarray(columns), new.shape)], axis=1)
-            order = np.argsort(-joined, axis=1, kind="stable")[:, : best.shape[1]]  # ties: the earlier page first
+            order = np.argsort(-joined, axis=1, kind="stable")[:, : best.shape[1]]  # in a tie, the earlier page wins
             self._scores[side][rows] = np.take_along_axis(joined, order, axis=1)
             self._numbers[side][rows] = np.take_along_axis(numbers, order, axis=1)
 

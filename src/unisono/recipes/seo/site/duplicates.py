@@ -30,7 +30,7 @@ _BANDS, _ROWS = (
 
 
 class Duplicates:
-    """Collects pages and groups those that repeat each other. Pages are numbered from 0 in the order of `add`."""
+    """Collects pages and groups pages that repeat each other. Pages are numbered from 0 in the order of `add`."""
 
     def __init__(self) -> None:
         self._titles: dict[bytes, list[int]] = defaultdict(list)
@@ -90,7 +90,7 @@ class Duplicates:
         return (np.stack(values) == minhash.hashvalues).mean(axis=1) if values else np.empty(0)
 
     def _without_declared(self, groups: Iterable[list[int]]) -> list[list[int]]:
-        """Groups of at least two pages with different canonical URLs; equal canonical URLs mark them as one page."""
+        """Groups of at least two pages, of which those with the same canonical URL count as one."""
         undeclared = []
         for group in groups:
             first_of = {self._canonical[number] or number: number for number in reversed(group)}

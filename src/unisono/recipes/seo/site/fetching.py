@@ -40,7 +40,7 @@ class Fetcher:
     """Number of bytes fetched from each host."""
 
     def __post_init__(self) -> None:
-        self._opener = urllib.request.OpenerDirector()  # without handlers for file:, ftp: and proxies
+        self._opener = urllib.request.OpenerDirector()  # has no handlers for file:, ftp: and proxies
         guard = _Guard(frozenset(host.lower() for host in self.private_hosts), min(10.0, self.seconds))
         errors = urllib.request.HTTPErrorProcessor(), urllib.request.HTTPDefaultErrorHandler()
         for handler in (_Web(guard), _SameHost(), *errors):

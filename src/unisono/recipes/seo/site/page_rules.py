@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from unisono.recipes.seo.data.pages import Page
 
 MAX_TITLE, MAX_DESCRIPTION = 60, 155
-"""In characters; search engines truncate longer texts."""
+"""Maximum lengths in characters; search engines truncate longer texts."""
 
 _LANGUAGE = re.compile(r"[A-Za-z]{2,3}([-_][A-Za-z0-9]{1,8})*")
 
@@ -40,7 +40,7 @@ Exists = Callable[[str], bool | None]
 def check_page(page: Page, keywords: Sequence[str] = (), exists: Exists | None = None) -> list[Check]:
     """The checks of one page, always in the same order."""
     return [
-        _check("HTML", _listed(page.problems), "valid", "Correct the file; otherwise search engines have to guess."),
+        _check("HTML", _listed(page.problems), "valid", "Correct the HTML; otherwise search engines have to guess."),
         _length("title", page.title, MAX_TITLE),
         _length("description", page.description, MAX_DESCRIPTION),
         _one_h1(page),
@@ -148,8 +148,8 @@ def keyword_check(page: Page, keyword: str) -> Check:
     if is_stuffed(count, share):
         advice = "Use it less often; it reads as repetition."
     elif "title" not in present or not {"h1", f"first {FIRST_WORDS} words"} & set(present):
-        advice = "If the page is about this, use it in the title, and in the h1 or the first words."
+        advice = "If the page is about this keyword, use it in the title, and in the h1 or the first words."
     else:
         advice = ""
-    found = "; ".join([*details, frequency_text(count, share)])
-    return Check(f"keyword: {keyword.strip()}", not advice, found, advice)
+    occurrences = "; ".join([*details, frequency_text(count, share)])
+    return Check(f"keyword: {keyword.strip()}", not advice, occurrences, advice)

@@ -153,7 +153,7 @@ def _target_exists(root: str, folder: str, link: str) -> bool | None:
         return None
     path = unquote(parts.path)
     inside = posixpath.normpath(path.lstrip("/") if path.startswith("/") else posixpath.join(folder, path))
-    if inside.split("/")[0] == "..":  # above the site's folder, perhaps in another part of the site
+    if inside.split("/")[0] == "..":  # the target is above the site's folder, perhaps in another part of the site
         return False if path.startswith("/") else None
     target = os.path.join(root, inside)
     try:

@@ -8,10 +8,10 @@ const text = new Map(rows.map((row) => [row, row.querySelector(".page").textCont
 const marks = new Map(rows.map((row) => [row, new Set(row.dataset.checks.split(" "))]));
 
 function filter() {
-  const wanted = find.value.trim().toLowerCase();
+  const query = find.value.trim().toLowerCase();
   let number = 0;
   for (const row of rows) {
-    row.hidden = !(text.get(row).includes(wanted) && (!check.value || marks.get(row).has(check.value)));
+    row.hidden = !(text.get(row).includes(query) && (!check.value || marks.get(row).has(check.value)));
     number += !row.hidden;
   }
   shown.textContent = `${number.toLocaleString("en")} of ${rows.length.toLocaleString("en")} pages`;

@@ -15,11 +15,11 @@ from unisono.formatting import format_count
 from unisono.recipes.seo.site.language import is_english
 
 MIN_WORDS = 100
-"""Shorter texts fail the check, because searches rarely find them."""
+"""Minimum number of words; shorter texts fail the check, because searches rarely find them."""
 FIRST_WORDS = 100
 """Number of words that count as the beginning of a text."""
 MIN_READING_EASE = 50.0
-"""On Flesch's scale 60 to 70 is plain English; below 50 is difficult."""
+"""Lowest Flesch reading ease that passes. 60 to 70 is plain English; below 50 is difficult."""
 MAX_SHARE = 0.05
 """Largest fraction of the words of a text that a keyword may have before it counts as repetition."""
 
@@ -41,10 +41,10 @@ class Check:
 
     name: str
     passed: bool | None
-    """None if the rule could not be applied; `found` then says why."""
+    """Whether the page passed; None if the rule could not be applied, with the reason in `found`."""
     found: str
     advice: str = ""
-    """What to do; empty if there is nothing to do."""
+    """Advice for the user; empty if there is nothing to do."""
 
     @property
     def failed(self) -> bool:
@@ -123,10 +123,10 @@ def first_words(text: str) -> str:
 
 
 def frequency(keyword: str, text: str) -> tuple[int, float]:
-    """How often the words of a keyword follow each other in a text, and their share of all words."""
-    wanted, words = words_of(keyword), words_of(text)
-    size = len(wanted)
-    count = sum(words[at : at + size] == wanted for at in range(len(words) - size + 1)) if size else 0
+    """The number of times that a keyword occurs in a text as a phrase, and the fraction of the words that it takes."""
+    phrase, words = words_of(keyword), words_of(text)
+    size = len(phrase)
+    count = sum(words[at : at + size] == phrase for at in range(len(words) - size + 1)) if size else 0
     return count, count * size / len(words) if words else 0.0
 
 
@@ -143,11 +143,11 @@ def is_stuffed(count: int, share: float) -> bool:
 def _keyword_check(text: str, keyword: str) -> Check:
     count, share = frequency(keyword, text)
     at_beginning = contains(first_words(text), keyword)
-    found = f"{'' if at_beginning else 'not '}in the first {FIRST_WORDS} words; {frequency_text(count, share)}"
+    description = f"{'' if at_beginning else 'not '}in the first {FIRST_WORDS} words; {frequency_text(count, share)}"
     if is_stuffed(count, share):
         advice = "Use it less often; it reads as repetition."
     elif not at_beginning:
-        advice = "If the text is about this, use these words at the beginning."
+        advice = "If the text is about this keyword, use its words at the beginning."
     else:
         advice = ""
-    return Check(f"keyword: {keyword.strip()}", not advice, found, advice)
+    return Check(f"keyword: {keyword.strip()}", not advice, description, advice)

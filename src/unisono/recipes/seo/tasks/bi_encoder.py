@@ -146,7 +146,7 @@ class BiEncoder(RankingTask):
         return contrastive(rows, self.config.scale, both_ways=self.config.both_ways, anchors=slice(start, stop))
 
     def before_evaluation(self, model: nn.Module) -> None:
-        """Embeds the held-out queries; there are few, so every process embeds all of them."""
+        """Embeds the held-out queries. There are few, so every process embeds all queries."""
         queries, device = self.texts("eval_queries"), next(model.parameters()).device
         tokens = [queries[int(number)] for number in self.matching("eval").queries]
         pad_id, parts = int(self.tokenizer.pad_token_id), []
@@ -189,9 +189,9 @@ def contrastive(
     if "negative" in rows:
         negatives, keys = rows["negative"].flatten(0, 1), rows["negative_keys"].flatten()
         wrong = scale * queries[anchors] @ negatives.T
-        taken = (keys[None] == rows["page_keys"][anchors, None]) | (keys == _NOBODY)[None]
-        taken |= _among(rows["relevant"][anchors], rows["negative_numbers"].flatten())
-        scores = torch.cat([scores, wrong.masked_fill(taken, -torch.inf)], dim=1)
+        excluded = (keys[None] == rows["page_keys"][anchors, None]) | (keys == _NOBODY)[None]
+        excluded |= _among(rows["relevant"][anchors], rows["negative_numbers"].flatten())
+        scores = torch.cat([scores, wrong.masked_fill(excluded, -torch.inf)], dim=1)
     each = cross_entropy(scores, right, reduction="none")
     if both_ways:
         backwards = scale * pages[anchors] @ queries.T
@@ -212,7 +212,7 @@ def _same(rows: Mapping[str, Tensor], queries: slice, pages: slice) -> Tensor:
 def _among(relevant: Tensor, numbers: Tensor) -> Tensor:
     """Returns a [queries, pages] mask of the page numbers that are in each query's list of relevant pages."""
     is_among = torch.zeros(len(relevant), len(numbers), dtype=torch.bool, device=relevant.device)
-    for column in relevant.T:  # column by column, to save memory
+    for column in relevant.T:  # one column at a time, to save memory
         is_among |= column[:, None] == numbers[None]
     return is_among
 

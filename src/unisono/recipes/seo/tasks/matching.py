@@ -123,7 +123,7 @@ def few_held_out_remarks(number: int, kind: str) -> list[str]:
 
 
 def with_candidates(matching: Matching, number: int | None) -> Matching:
-    """Limits the candidates to this many pages: the relevant ones, and other evenly spaced ones. None: all pages."""
+    """Limits the candidates to this many pages: the relevant pages, and other evenly spaced pages. None: all pages."""
     everything = matching.candidates
     if number is None or number >= len(everything):
         return matching

@@ -68,7 +68,7 @@ class RankingTask(Task):
         config, remarks = self.config, list[str]()
         data = self._read(str(config.data_path), "train", remarks, work)
         other = self._other(data, remarks, work)
-        sides = self._sides(data, other, remarks)  # checked on every process, so that all raise the same error
+        sides = self._sides(data, other, remarks)  # done on every process, so that all processes raise the same error
         self._check_wrong_pages(sides["train"], data)
         if len(work.share([0])):
             for side, matching in sides.items():
@@ -105,7 +105,7 @@ class RankingTask(Task):
                 return self._read(self.config.eval_data_path, "test", remarks, work)
             except ConfigError:
                 train_split = self._read(self.config.eval_data_path, "train", remarks, work)
-                if train_split.has_split("test"):  # the split exists, so the error is not about a missing split
+                if train_split.has_split("test"):  # the split exists, so the error has another cause
                     raise
                 return train_split
         if self.config.num_eval is None and data.has_split("test"):
@@ -204,7 +204,7 @@ class RankingTask(Task):
     @property
     def _stored_baselines(self) -> dict[str, Any]:
         file = self.folder / _BASELINES_FILE
-        with suppress(OSError, ValueError):  # damaged: measure again
+        with suppress(OSError, ValueError):  # a damaged file counts as missing
             stored = json.loads(file.read_bytes())
             return stored if isinstance(stored, dict) else {}
         return {}

@@ -157,7 +157,7 @@ class Score(Task):
                 f"num_eval {number}: data_path {self.config.data_path} has {len(first)} different pages; some must "
                 "remain for training"
             )
-        # Independent of the run's seed, so that runs with different seeds can be compared.
+        # The split does not depend on the run's seed, so that runs with different seeds can be compared.
         drawn = Order(len(first), seed=0).indices(np.arange(number))
         out = np.isin(same, drawn)
         return np.flatnonzero(~out), np.flatnonzero(out)
@@ -218,7 +218,7 @@ class Score(Task):
 
     @cached_property
     def uncalibrated(self) -> Calibration:
-        """How to interpret the model's outputs, before calibration: the class names, or mean and std of the labels."""
+        """The meaning of the model's outputs before calibration: the class names, or mean and std of the labels."""
         calibration = Calibration.read(self.folder)
         if calibration is None:
             raise UserError(
@@ -258,8 +258,8 @@ class Score(Task):
         if self.uncalibrated.names:
             right = (outputs.detach().argmax(-1) == labels).sum()
             return Loss(functional.cross_entropy(outputs, labels, reduction="sum"), len(labels), {"accuracy": right})
-        wanted = (labels.to(outputs) - self.uncalibrated.mean) / self.uncalibrated.std
-        return Loss(functional.mse_loss(outputs, wanted, reduction="sum"), len(labels))
+        targets = (labels.to(outputs) - self.uncalibrated.mean) / self.uncalibrated.std
+        return Loss(functional.mse_loss(outputs, targets, reduction="sum"), len(labels))
 
     def _outputs(self, model: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
         """Returns [pages, classes] logits or [pages] numbers, in float32 or higher precision."""

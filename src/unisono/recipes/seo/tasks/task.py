@@ -61,11 +61,11 @@ class Task:
         raise NotImplementedError
 
     def embed(self, model: nn.Module, batch: Any, noise: Noise) -> Mapping[str, Tensor]:
-        """For a coupled task: returns one row per sample, as input for `couple_rows`."""
+        """Returns one row per sample, as input for `couple_rows`; only for a coupled task."""
         raise NotImplementedError
 
     def couple_rows(self, rows: Mapping[str, Tensor], start: int, stop: int) -> Loss:
-        """For a coupled task: returns the loss of the samples start to stop, compared with the rows of all samples."""
+        """Returns the loss of the samples start to stop, compared with all samples; only for a coupled task."""
         raise NotImplementedError
 
     def before_evaluation(self, model: nn.Module) -> None:

@@ -1,13 +1,13 @@
 """The cache of latents and text embeddings on disk; training then needs neither VAE nor text encoder.
 
-Each entry has a key that hashes everything it was computed from: the model's weights, the sample's size (for videos
-also frames and window), and the file. A changed input gets a new entry, an unchanged one finds its old entry, and
-several runs, ranks and settings can share one folder. No name in the folder comes from the data.
+The key of an entry is a hash of everything that the entry was computed from: the model's weights, the sample's size
+(for videos also frames and window), and the file. If any of these changes, the key changes and a new entry is computed.
+Several runs, ranks and settings can share one folder. No file name in the folder comes from the data.
 
     latents/<hash>.safetensors   packs of latents
     text/<hash>.safetensors      packs of caption embeddings, each distinct caption once
     sizes/<hash>.safetensors     without a cache: the size of each sample after cropping
-    bad/<key>.json               why a file cannot be used
+    bad/<key>.json               the reason why a file cannot be used
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from unisono.recipes.wan.data.sources import Source
 from unisono.recipes.wan.models.text import TextEncoder, pad
 from unisono.recipes.wan.models.vae import Geometry, WanVae
 
-_FORMAT = 1  # part of every key: entries of another format are ignored
-_HALF = False  # part of every latent's key: latents are stored in float32, not in 16 bit
+_FORMAT = 1  # part of every key, so that entries of another format are ignored
+_HALF = False  # part of every latent's key; latents are stored in float32, not in 16 bit
 
 
 @dataclass(frozen=True)
 class CacheSettings:
-    """Everything that decides the content of a cache, besides the files."""
+    """The settings that the content of a cache depends on, besides the files."""
 
     vae: str
     """Fingerprint of the VAE."""
@@ -51,7 +51,7 @@ class CacheSettings:
     crop: Crop
     text_dtype: torch.dtype = torch.bfloat16
     statistics: tuple[Tensor, Tensor] | None = None
-    """Mean and standard deviation to normalise the user's own latents with; None when they are normalised."""
+    """Mean and standard deviation to normalise the user's own latents with; None if these are normalised already."""
 
 
 class Cache:
@@ -64,7 +64,7 @@ class Cache:
         settings: CacheSettings,
         captions: Sequence[str] = ("",),
     ) -> None:
-        """`captions` are cached in addition to those of the samples; caption dropout needs the empty one."""
+        """`captions` are cached in addition to those of the samples, such as the empty one for caption dropout."""
         if settings.crop.start == "random":
             raise ConfigError("window random: a random window cannot be cached; use head or middle, or --no_cache")
         self._sources, self._settings = sources, settings
@@ -85,15 +85,15 @@ class Cache:
             read = partial(self._read_latent, loaded_vae)
             fill(work, self._latents, self._bad, "encoding latents", latents, read)
 
-    def _is_latent(self, kept: PackEntry) -> bool:
-        geometry, shape = self._settings.geometry, kept.shape
-        is_latent = len(shape) == 4 and shape[0] == geometry.channels and kept.dtype == torch.float32
+    def _is_latent(self, entry: PackEntry) -> bool:
+        geometry, shape = self._settings.geometry, entry.shape
+        is_latent = len(shape) == 4 and shape[0] == geometry.channels and entry.dtype == torch.float32
         return is_latent and not (shape[2] % geometry.patch or shape[3] % geometry.patch)
 
-    def _is_text(self, kept: PackEntry) -> bool:
-        settings, shape = self._settings, kept.shape
+    def _is_text(self, entry: PackEntry) -> bool:
+        settings, shape = self._settings, entry.shape
         is_embedding = len(shape) == 2 and shape[0] <= settings.text_length and shape[1] == settings.text_width
-        return is_embedding and kept.dtype == settings.text_dtype
+        return is_embedding and entry.dtype == settings.text_dtype
 
     def _read_text(self, encoder: Callable[[], TextEncoder], source: Source) -> Finish:
         settings = self._settings
@@ -120,7 +120,7 @@ class Cache:
         return finish
 
     def open(self, leave_out_bad: bool = False) -> CachedSamples:
-        """The samples; call it after all ranks have filled their share. Bad samples are an error, or skipped."""
+        """Opens the samples, once all ranks have filled their share. With `leave_out_bad`, skips unusable samples."""
         latents, texts = self._latents.find(), self._texts.find()
         needed = [(latents, self._latent_keys), (texts, self._text_keys)]
         good, remarks = usable_samples(self._sources, needed, self._bad, leave_out_bad)
@@ -141,14 +141,14 @@ class Cache:
         return data
 
     def num_truncated(self) -> int:
-        """The number of `captions` that fill the text length: whatever follows is truncated."""
+        """The number of `captions` that fill the whole text length and were probably truncated."""
         entries, length = self._texts.find(), self._settings.text_length
         return sum(entries[key].shape[0] >= length for key in self._extra if key in entries)
 
     def text(self, caption: str) -> Tensor:
-        """[text length, width] the embedding of one of `captions`."""
+        """The embedding of one of `captions`, [text length, width]."""
         key = self._caption_keys.of_text(caption)
-        if key not in self._extra_entries:  # all at once: reading the index of a large cache takes a while
+        if key not in self._extra_entries:  # loads all entries, because reading the index is slow
             entries = self._texts.find()
             self._extra_entries = {key: entries[key] for key in self._extra if key in entries}
         return pad(PackReader(self._texts.folder, [self._extra_entries[key]])[0], self._settings.text_length)

@@ -1,4 +1,4 @@
-"""Computes the missing entries of a cache: threads read ahead, the device computes, results are packed into files."""
+"""Computes the missing entries of a cache. Threads read ahead, the device computes, and results are packed."""
 
 from __future__ import annotations
 
@@ -21,17 +21,19 @@ _NAMED = 3  # bad files reported at once
 
 Item = TypeVar("Item")
 Finish = Callable[[], Tensor]
-"""The rest of the work on a sample after reading: runs on the device, one sample at a time."""
+"""Computes the entry of a sample that has been read; runs on the device, one sample at a time."""
 
 
 def fill(
     work: Work, packs: Packs, bad: BadFiles, what: str, items: Mapping[str, Item], read: Callable[[Item], Finish]
 ) -> None:
-    """Computes this rank's share of the missing entries. `read` runs in a thread, the function it returns runs here.
+    """Computes this rank's share of the missing entries.
 
-    Ranks share all items, not only the missing ones: a rank that looks later sees fewer missing.
+    `read` runs in a thread and returns a function, which runs in the calling thread and computes the entry. All items
+    are divided between the ranks, not only the missing ones: a rank that looked later would see fewer missing items and
+    divide them differently.
     """
-    if work.stopping:  # before the progress line appears
+    if work.stopping:  # returns before the progress line appears
         return
     present = packs.find()
     missing = [key for key in work.share(list(items)) if key not in present]

@@ -27,8 +27,9 @@ class ShapedSamples(Dataset[dict[str, Any]]):
     def __init__(self, sources: Sequence[Source], shapes: Sequence[Shape], geometry: Geometry) -> None:
         self.sources = list(sources)
         self.remarks: list[str] = []
-        """Messages about the samples for the user, a line each."""
-        # Arrays: reference counts of a million objects would copy their memory pages into every forked worker.
+        """Notes about the samples for the user, one line each."""
+        # Arrays, because changing the reference counts of a million objects would copy their memory pages into every
+        # forked worker.
         self._geometry, self._shapes = geometry, sorted(set(shapes))
         number = {shape: index for index, shape in enumerate(self._shapes)}
         self._shape = np.array([number[shape] for shape in shapes], dtype=np.int32)
@@ -42,7 +43,7 @@ class ShapedSamples(Dataset[dict[str, Any]]):
 
     @property
     def distinct_shapes(self) -> list[Shape]:
-        """Each shape once."""
+        """The distinct shapes of all samples."""
         return self._shapes
 
     def cost(self, index: int) -> float:

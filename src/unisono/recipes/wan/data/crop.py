@@ -1,4 +1,4 @@
-"""How images and videos of any size become samples: their frames, size and window."""
+"""Chooses the frames, size and window of the sample that an image or video of any size becomes."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ class Crop:
     """The size of a sample, and where its window starts in a video. Cache keys contain these fields."""
 
     num_frames: int
-    """Frames per window, of the form 4k + 1; a shorter video gives the longest window it has."""
+    """Frames per window, of the form 4k + 1; a shorter video uses the longest window that it contains."""
     height: int = 0
     width: int = 0
-    """In pixels; 0 and 0: every sample keeps its aspect ratio."""
+    """Height and width in pixels. If both are 0, every sample keeps its aspect ratio."""
     max_pixels: int = 0
     """Largest number of pixels of a frame that keeps its aspect ratio; 0: no limit."""
     fps: float = 0.0
-    """Frames per second to resample videos to; 0: their own."""
+    """Frames per second to resample videos to; 0 keeps each video's own frame rate."""
     start: str = "head"
-    """Where the window starts in a longer video: head, middle, random."""
+    """Position of the window in a longer video: head, middle or random."""
 
     def of(self, path: Path) -> Crop:
-        """The settings that matter for a file: a still image has no window."""
+        """The settings that affect a file: for a still image, those of the window are set to a single frame."""
         return replace(self, num_frames=1, fps=0.0, start="head") if is_still(path) else self
 
     def check(self, multiple: int) -> None:
@@ -51,14 +51,14 @@ class Crop:
         return media.fit(facts, num_frames=self.num_frames, fps=self.fps, **size)
 
     def read(self, path: Path, fit: Fit) -> Tensor:
-        """uint8 [F, H, W, 3] the frames of a sample."""
+        """Reads the frames of a sample, uint8 [F, H, W, 3]."""
         return media.read(path, fit, fps=self.fps, start=self.start)
 
 
 def media_of(source: Source) -> Path:
     """The image or video of a sample."""
     if source.media is None:
-        raise ConfigError(f"{source.name}: has no image, video or latent")
+        raise ConfigError(f"{source.name} has no image, video or latent")
     return source.media
 
 
@@ -75,7 +75,7 @@ class MediaKeys:
 
 
 def short_videos(sources: Sequence[Source], frames: Iterable[int], full: int) -> list[str]:
-    """A remark about videos with fewer than `full` frames; `frames` are those of each sample."""
+    """A remark about videos with fewer than `full` frames; `frames` holds the number of frames of each sample."""
     names = [
         source.name
         for source, num_frames in zip(sources, frames, strict=True)
@@ -84,4 +84,5 @@ def short_videos(sources: Sequence[Source], frames: Iterable[int], full: int) ->
     if not names:
         return []
     few = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
-    return [f"{len(names):,} videos are shorter than the window, so their longest possible window is used: {few}"]
+    count = "1 video is" if len(names) == 1 else f"{len(names):,} videos are"
+    return [f"{count} shorter than num_frames and trained on fewer frames: {few}"]

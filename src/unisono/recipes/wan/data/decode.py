@@ -1,7 +1,7 @@
 """Decodes a file into frames with their times: still images and animations by Pillow, videos by PyAV.
 
-Files may come from anywhere: a file that cannot be decoded raises BadMedia with its name; it never crashes or hangs the
-run, and never makes it read another file.
+The files are not trusted. A file that cannot be decoded raises BadMedia with its name; it can neither crash nor hang
+the run, nor make the run read another file.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif")
 
 _MOST_TO_DECODE = 2**32  # pixels of an animation, which is always decoded from its first frame
 _IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")  # Pillow also reads formats that start other programs
-_WORTH_SEEKING = 1.0  # seconds
+_WORTH_SEEKING = 1.0  # seconds; seeking to an earlier time than this would not be faster than decoding from the start
 _ANIMATED = 2  # the flag in an extended WebP's header
-_ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)  # the EXIF tag, and its values that swap height and width
+_ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)  # an EXIF tag, and its values that swap height and width
 
 
 @dataclass(frozen=True)
 class MediaFacts:
-    """What a file contains: its number of frames, displayed size and frame rate (a still image: 1 frame, fps 0)."""
+    """The number of frames of a file, its displayed size and its frame rate (for a still image: 1 frame, fps 0)."""
 
     frames: int
     height: int
@@ -55,7 +55,7 @@ class TimedFrame:
 
 
 def opened(path: Path) -> ImageOrAnimation | Video:
-    """Opens a file and reads its facts."""
+    """Opens a file and reads its number of frames, size and frame rate."""
     check_file(path)
     if path.suffix.lower() in IMAGES:
         return ImageOrAnimation(path)
@@ -65,7 +65,7 @@ def opened(path: Path) -> ImageOrAnimation | Video:
 
 
 def is_still(path: Path) -> bool:
-    """Whether a file is certainly a still image, by its first bytes: an animation may have any image's suffix."""
+    """Whether the first bytes of a file show that it is a still image; animations may have the same suffixes."""
     try:
         if path.suffix.lower() not in IMAGES or not path.is_file():  # a pipe would block for ever
             return False
@@ -101,7 +101,7 @@ class ImageOrAnimation:
     @staticmethod
     def _delay(image: Image, number: int) -> float:
         image.seek(number)
-        image.load()  # WebP knows the delay of a frame only after decoding it
+        image.load()  # for WebP, the delay of a frame is available only after decoding the frame
         milliseconds = float(image.info.get("duration") or 0)
         return milliseconds / 1000 if milliseconds > 10 else 0.1  # browsers show shorter delays as 100 ms too
 
@@ -110,7 +110,7 @@ class ImageOrAnimation:
         from PIL import Image
 
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # we check our own limit
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # unisono checks its own limit
             opened_image = Image.open(self._path, formats=_IMAGE_FORMATS)
         with opened_image as image:
             if image.height * image.width > MAX_PIXELS:
@@ -118,7 +118,7 @@ class ImageOrAnimation:
             yield image
 
     def frames(self, start: float) -> Iterator[TimedFrame]:
-        """The frames in order, always from the first: an animation cannot be decoded from the middle."""
+        """The frames in order, always from the first, because an animation cannot be decoded from the middle."""
         from PIL import ImageOps
 
         time = 0.0
@@ -130,7 +130,7 @@ class ImageOrAnimation:
                 time += self._delays[number] if self._delays else 0.0
 
     def rgb(self, frame: TimedFrame) -> NDArray[np.uint8]:
-        """[height, width, 3] a frame as 8-bit RGB; transparent pixels become white."""
+        """A frame as 8-bit RGB, [height, width, 3]; transparent pixels become white."""
         with as_bad_media(self._path, "image"):
             return np.array(_rgb(frame.frame))
 
@@ -187,7 +187,7 @@ class Video:
             yield container, stream
 
     def _times_by_index(self, container: InputContainer, stream: VideoStream) -> list[float]:
-        """The frames' times from the index in the header; empty when it is missing, incomplete or ambiguous."""
+        """The frames' times from the index in the header; empty if the index is missing, incomplete or ambiguous."""
         entries = [entry for entry in stream.index_entries if entry.size]
         if not entries or len(entries) < stream.frames or not stream.frames:
             return []
@@ -203,7 +203,7 @@ class Video:
     def _times_by_counting(self) -> list[float]:
         """The frames' times from all packets of the file, without decoding them."""
         times: list[float] = []
-        decodable = False  # until the first key frame
+        decodable = False  # frames before the first key frame cannot be decoded
         with self._open() as (container, stream):
             for packet in container.demux(stream):
                 decodable = decodable or packet.is_keyframe
@@ -215,7 +215,7 @@ class Video:
         return times
 
     def frames(self, start: float) -> Iterator[TimedFrame]:
-        """The frames in order, from the last key frame at or before `start` where the file allows seeking."""
+        """The frames in order, from the last key frame at or before `start`, or from the first if seeking fails."""
         if start > _WORTH_SEEKING and self._begin is not None:
             decoded = self._decoded(start)
             try:
@@ -240,7 +240,7 @@ class Video:
                     yield TimedFrame(frame.time - self._begin, frame)
 
     def rgb(self, frame: TimedFrame) -> NDArray[np.uint8]:
-        """[height, width, 3] a frame as 8-bit RGB, upright."""
+        """A frame as upright 8-bit RGB, [height, width, 3]."""
         decoded: VideoFrame = frame.frame
         with as_bad_media(self._path, "video"):
             pixels = np.asarray(decoded.to_ndarray(format="rgb24"), dtype=np.uint8)
@@ -248,5 +248,5 @@ class Video:
 
 
 def _seconds(tick: Any) -> float:
-    # A fraction or None; from PyAV 19 on a type of PyAV's own.
+    # `tick` is a fraction or None; from PyAV 19 on, it has a type of PyAV.
     return float(tick) if tick else 0.0

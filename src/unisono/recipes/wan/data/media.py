@@ -1,8 +1,8 @@
 """Reads images and videos as tensors: probes a file, fits a sample to the model's sizes, and decodes its frames.
 
-A Wan model takes 4k + 1 frames (the first stands alone, then four become one latent frame) of sizes divisible by its
-patches. `probe` reads what a file contains, `fit` chooses the frames and size of its sample, `read` returns exactly
-those.
+A Wan model takes 4k + 1 frames, because its VAE maps the first frame to one latent frame, and every four frames after
+it to another. Height and width must be divisible by the model's patches. `probe` reads the number of frames and the
+size of a file, `fit` chooses the frames and size of its sample, and `read` decodes that sample.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from unisono.recipes.common.bad_files import BadMedia
 from unisono.recipes.wan.checks import check_size
 from unisono.recipes.wan.data.decode import ImageOrAnimation, MediaFacts, TimedFrame, Video, opened
 
-STARTS = ("head", "middle", "random")  # where the window starts in a longer video
+STARTS = ("head", "middle", "random")  # positions of the window in a longer video
 
 
 def probe(path: Path) -> MediaFacts:
-    """The facts of a file as displayed: upright, with square pixels.
+    """The number of frames, size and frame rate of a file as displayed, upright and with square pixels.
 
-    Reads the header and one frame; where the header does not contain the length, counts the frames.
+    Reads the header and one frame. If the header does not contain the length, counts the frames.
     """
     return opened(path).facts
 
 
-def window(frames: int, wanted: int) -> int:
-    """The largest number of the form 4k + 1 that exceeds neither the available nor the wanted frames; at least 1."""
-    return max(0, min(frames, wanted) - 1) // 4 * 4 + 1
+def window(frames: int, requested: int) -> int:
+    """The largest number of the form 4k + 1 that exceeds neither the available nor the requested frames; at least 1."""
+    return max(0, min(frames, requested) - 1) // 4 * 4 + 1
 
 
 def frames_at(facts: MediaFacts, fps: float) -> int:
@@ -59,10 +59,10 @@ class Fit:
 def fit(
     facts: MediaFacts, *, num_frames: int, height: int, width: int, max_pixels: int, multiple: int, fps: float
 ) -> Fit:
-    """The sample of a file: `num_frames` or the longest window it has, and a size that the model takes.
+    """Chooses the sample of a file: at most `num_frames` frames, and a size that the model takes.
 
-    With a height and a width every sample has that size. With 0 and 0 it keeps its aspect ratio and its size, as far
-    as `max_pixels` allows (0: no limit), rounded down to multiples of `multiple`.
+    With a height and a width, every sample has that size. If both are 0, a sample keeps its aspect ratio and its size,
+    scaled down to `max_pixels` (0: no limit) and rounded down to multiples of `multiple`.
     """
     if num_frames < 1:
         raise ConfigError(f"num_frames: expected at least 1, got {num_frames}")
@@ -76,19 +76,19 @@ def fit(
         raise ConfigError(f"max_pixels {max_pixels}: expected at least {multiple}×{multiple} = {multiple**2}")
     most = max_pixels or facts.height * facts.width
     scale = min(1.0, math.sqrt(most / (facts.height * facts.width)))
-    # The billionth absorbs rounding: 0.1 × 160 must not fall below 16.
+    # Adds a billionth, because rounding errors must not turn 0.1 × 160 into less than 16.
     high, wide = (math.floor(side * scale * (1 + 1e-9) / multiple) * multiple for side in (facts.height, facts.width))
-    if max_pixels:  # a strip narrower than one multiple grows to it, so its length needs a limit
+    if max_pixels:  # a strip narrower than `multiple` is widened to it, so its length needs a limit
         longest = max_pixels // multiple // multiple * multiple
         high, wide = min(high, longest), min(wide, longest)
     return Fit(frames, max(high, multiple), max(wide, multiple))
 
 
 def read(path: Path, fit: Fit, *, fps: float, start: str = "head") -> Tensor:
-    """uint8 [F, H, W, 3] the frames of a sample: resized to cover the size, and centre-cropped.
+    """Reads the frames of a sample, uint8 [F, H, W, 3], resized to cover the size of `fit` and centre-cropped.
 
-    With `fps`, resamples a video by the times of its frames. `start` says where the window starts in a longer video:
-    "head", "middle", or "random" (from torch's global generator). Decodes only the frames it needs.
+    With `fps`, resamples a video by the times of its frames. `start` is the position of the window in a longer video:
+    "head", "middle", or "random" (from torch's global generator). Decodes only the frames that the sample needs.
     """
     if start not in STARTS:
         raise ConfigError(f"window: expected one of {', '.join(STARTS)}, got {start!r}")
@@ -104,7 +104,7 @@ def read(path: Path, fit: Fit, *, fps: float, start: str = "head") -> Tensor:
     frames = torch.empty((fit.frames, fit.height, fit.width, 3), dtype=torch.uint8)
     number, before = 0, None
     for frame in _chosen(media, first, fit.frames, fps if media.facts.fps else 0.0):
-        if frame is before:  # at a higher frame rate than the video's, frames repeat
+        if frame is before:  # frames repeat if `fps` is higher than the video's frame rate
             frames[number] = frames[number - 1]
         else:
             frames[number] = _cover(media.rgb(frame), fit, media.pixel_aspect)
@@ -124,41 +124,41 @@ def _chosen(media: Video | ImageOrAnimation, first: int, count: int, fps: float)
 
 
 def _in_order(media: Video | ImageOrAnimation, first: int, count: int) -> Iterator[TimedFrame]:
-    """`count` consecutive frames, starting at the time of frame `first` at a constant frame rate."""
+    """Yields `count` consecutive frames, starting at the time that frame `first` has at a constant frame rate."""
     begin = (first - 0.5) / media.facts.fps
     frames = list(islice((frame for frame in media.frames(begin) if frame.time >= begin), count))
     if len(frames) == count:
         return iter(frames)
-    # The frame rate varies, and too few frames are left: count them instead.
+    # With a varying frame rate, too few frames may follow that time: then selects the frames by their number.
     return islice(media.frames(0), first, first + count)
 
 
 def _shown_at(times: list[float], frames: Iterator[TimedFrame], period: float) -> Iterator[TimedFrame]:
-    """For each time the frame that is displayed then; the last frame lasts as long as an average one."""
-    # Times in files are rounded, and phones write jittery ones: a frame may come a little early. The tolerance is not
-    # half a period: at half the frame rate, rounding would then decide which of two frames is used.
+    """For each time, the frame that is displayed at that time; the last frame lasts as long as an average one."""
+    # Times in files are rounded, and those of phones jitter, so a frame may come a little early. The tolerance is less
+    # than half a period: at half the frame rate, rounding would otherwise decide which of two frames is used.
     early = 0.3 * period
-    wanted = iter(times)
-    time = next(wanted)
+    remaining = iter(times)
+    time = next(remaining)
     last: TimedFrame | None = None
     for frame in frames:
         while last is not None and time + early < frame.time:
             yield last
-            following = next(wanted, None)
+            following = next(remaining, None)
             if following is None:
                 return
             time = following
         last = frame
     while last is not None and time < last.time + max(1.5 * period, 0.25):
         yield last
-        following = next(wanted, None)
+        following = next(remaining, None)
         if following is None:
             return
         time = following
 
 
 def _cover(image: NDArray[np.uint8], fit: Fit, pixel_aspect: float) -> Tensor:
-    """uint8 [H, W, 3] the largest centre crop with the aspect ratio of the size, resized to it."""
+    """Crops the centre of an image to the aspect ratio of `fit` and resizes it to that size; uint8 [H, W, 3]."""
     height, width = image.shape[:2]
     scale = max(fit.height / height, fit.width / (width * pixel_aspect))
     high = min(height, max(1, round(fit.height / scale)))
@@ -168,16 +168,16 @@ def _cover(image: NDArray[np.uint8], fit: Fit, pixel_aspect: float) -> Tensor:
     if (high, wide) == (fit.height, fit.width):
         return middle
     channels_first = middle.permute(2, 0, 1)[None]
-    # antialias widens the filter when shrinking: Pillow's numbers, in a third of the time.
+    # With antialias, this gives the same result as Pillow, in a third of the time.
     small = functional.interpolate(channels_first, (fit.height, fit.width), mode="bicubic", antialias=True)
     return small[0].permute(1, 2, 0)
 
 
 def to_unit(frames: Tensor) -> Tensor:
-    """Frames uint8 [F, H, W, 3] as the models take them: float32 [3, F, H, W] in [-1, 1]."""
+    """Converts frames uint8 [F, H, W, 3] to the input of the models, float32 [3, F, H, W] in [-1, 1]."""
     return frames.permute(3, 0, 1, 2).to(torch.float32, memory_format=torch.contiguous_format).div_(127.5).sub_(1)
 
 
 def from_unit(frames: Tensor) -> Tensor:
-    """Frames float [3, F, H, W] in [-1, 1] as uint8 [F, H, W, 3]."""
+    """Converts frames [3, F, H, W] in [-1, 1] to uint8 [F, H, W, 3]."""
     return frames.permute(1, 2, 3, 0).float().add(1).mul(127.5).round().clamp(0, 255).to(torch.uint8).contiguous()

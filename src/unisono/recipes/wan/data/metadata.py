@@ -3,7 +3,7 @@
 metadata.csv           columns for the file and its caption (DiffSynth, the hub's image folders)
 metadata.jsonl         the same, one JSON object per line (musubi)
 metadata.json          the same, a JSON list (VideoX-Fun)
-videos2caption.json    the same, the caption a text or a list of texts (FastVideo)
+videos2caption.json    the same, where a caption is a text or a list of texts (FastVideo)
 videos.txt, prompts.txt    the files and their captions, line by line (finetrainers)
 """
 
@@ -56,7 +56,7 @@ def rows_of_lists(tree: Tree, media_list: str, caption_list: str) -> Iterator[Ro
     if len(media) != len(captions):
         raise ConfigError(
             f"{tree.path(media_list)} has {len(media)} lines and {tree.path(caption_list)} has {len(captions)}; "
-            "line n of one must be the caption of line n of the other"
+            "line n of the second file must be the caption of line n of the first"
         )
     for number, (path, caption) in enumerate(zip(media, captions, strict=True), 1):
         where = f"{tree.path(media_list)}, line {number}"
@@ -67,7 +67,7 @@ def rows_of_lists(tree: Tree, media_list: str, caption_list: str) -> Iterator[Ro
 
 def _csv(tree: Tree, table: str) -> Iterator[Row]:
     where = tree.path(table)
-    # strict: an unclosed quote would otherwise turn the rest of the file into one caption
+    # strict, because otherwise an unclosed quote would turn the rest of the file into one caption
     reader = csv.reader((f"{line}\n" for _, line in tree.lines(table, _MOST_BYTES)), strict=True)
     try:
         header = [name.strip().lower() for name in next(reader, [])]
@@ -113,7 +113,7 @@ def _parsed(text: str, where: str) -> Any:
     except json.JSONDecodeError as error:
         place = f" (line {error.lineno}, column {error.colno})" if error.lineno > 1 else f" (column {error.colno})"
         raise ConfigError(f"{where}: invalid JSON: {error.msg}{place}") from None
-    except (ValueError, RecursionError) as error:  # a number of a million digits, a million brackets
+    except (ValueError, RecursionError) as error:  # raised for a number of a million digits, or a million brackets
         raise ConfigError(f"{where}: invalid JSON: {type(error).__name__}") from None
 
 
@@ -136,7 +136,7 @@ def _row(where: str, entry: Any) -> Row:
     if not isinstance(media, str):
         raise ConfigError(f"{where}: names no file; expected one of {', '.join(_MEDIA)}, got {shown(entry)}")
     captions = [entry[key] for key in _CAPTION if entry.get(key) is not None]
-    # An empty text is a caption if there is no other.
+    # An empty text counts as the caption only if there is no other.
     caption = next((each for each in captions if each), captions[0] if captions else None)
     num_captions = 1
     if isinstance(caption, list) and all(isinstance(each, str) for each in caption):

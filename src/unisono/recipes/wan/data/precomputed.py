@@ -1,7 +1,7 @@
 """Latents and text embeddings that users computed themselves and keep next to their images and videos.
 
-Each file is checked before training uses it. The user says whether a latent is normalised, as the transformer takes it,
-or raw, as the VAE outputs it; the padding of an embedding is removed.
+Each file is checked before training uses it. A setting says whether latents are normalised, as the transformer takes
+them, or raw, as the VAE outputs them. Padding is removed from embeddings.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from unisono.recipes.wan.models.vae import Geometry, normalised
 
 
 def read_latent(path: Path, geometry: Geometry, statistics: tuple[Tensor, Tensor] | None = None) -> Tensor:
-    """[C, f, h, w] the latent in a file (key "latent") as float32; normalised with `statistics` if it is raw."""
+    """Reads the latent in a file (key "latent") as float32 [C, f, h, w]; normalises a raw one with `statistics`."""
     latent = _read(path, "latent")
     if latent.dim() == 5 and len(latent) == 1:
         latent = latent[0]
@@ -33,12 +33,12 @@ def read_latent(path: Path, geometry: Geometry, statistics: tuple[Tensor, Tensor
             "model",
         )
     if height % geometry.patch or width % geometry.patch:
-        raise BadMedia(path, f"a latent of {height} × {width}; both must be divisible by {geometry.patch}")
+        raise BadMedia(path, f"has a latent of {height} × {width}; both sides must be divisible by {geometry.patch}")
     return latent if statistics is None else normalised(latent, statistics)
 
 
 def read_embedding(path: Path, width: int, max_length: int) -> Tensor:
-    """[n, width] the caption embedding in a file (key "embeddings") as float32, without padding."""
+    """Reads the caption embedding in a file (key "embeddings") as float32 [n, width], without padding."""
     rows = _read(path, "embeddings")
     if rows.dim() == 3 and len(rows) == 1:
         rows = rows[0]

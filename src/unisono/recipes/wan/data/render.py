@@ -1,4 +1,4 @@
-"""Renders frames for people: a video as MP4, or many samples in one image."""
+"""Renders frames as an MP4 video, or many samples as one image, for previews."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _encode(frames: Tensor, file: BinaryIO, fps: float) -> None:
     import av
 
     pixels = frames.cpu().numpy()
-    # MP4 stores one colour per 2×2 pixels: an odd side repeats its last line.
+    # The video stores one colour per 2×2 pixels, so the last line of an odd height or width is repeated.
     pixels = np.pad(pixels, ((0, 0), (0, pixels.shape[1] % 2), (0, pixels.shape[2] % 2), (0, 0)), mode="edge")
     with av.open(file, mode="w", format="mp4") as container:
         codec = "libx264" if "libx264" in av.codecs_available else "mpeg4"
@@ -98,7 +98,7 @@ def labelled(frames: Tensor, label: str) -> Tensor:
 
 
 def _wrapped(text: str, width: int) -> list[str]:
-    """A text in at most three lines of `width` pixels; the rest of a longer one is left out."""
+    """Wraps a text to at most three lines of `width` pixels, and cuts off the rest."""
     font, lines = _font(), [""]
     for word in text.split():
         longer = f"{lines[-1]} {word}".strip()

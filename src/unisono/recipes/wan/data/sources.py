@@ -1,8 +1,8 @@
 """The samples of a dataset folder: videos and images, their captions, and precomputed latents and embeddings.
 
-Either a file lists the samples (see `metadata`), or each video and image has a text file of the same name, also in
-subfolders: `cats/a.mp4` and `cats/a.txt`. `a.latent.safetensors` holds the latent of `a`, and `a.safetensors` the
-embedding of its caption; a sample with a latent needs no video, and one with an embedding no caption.
+Either a file lists the samples (see `metadata`), or each video and image has a text file of the same name, in
+subfolders too: `cats/a.mp4` and `cats/a.txt`. `a.latent.safetensors` holds the latent of `a`, and `a.safetensors` the
+embedding of its caption. A sample with a latent needs no video, and a sample with an embedding needs no caption.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class Source:
     """One sample of a dataset folder: its image or video, its caption, and precomputed tensors."""
 
     name: str
-    """Unique in the folder: its path without the suffix, or longer where that is not unique."""
+    """The path in the folder without its suffix, or a longer name if that is not unique."""
     media: Path | None
-    """None where there is only a latent."""
+    """The image or video; None if the sample has only a latent."""
     caption: str | None
-    """None where there is only an embedding. An empty caption is a caption: the unconditional one."""
+    """None if the sample has only an embedding. A sample with an empty caption is trained without text."""
     latent: Path | None = None
     embedding: Path | None = None
 
@@ -49,7 +49,7 @@ class _Bad:
 
 @dataclass
 class _Samples:
-    """The samples (named by their whole path in the folder for now), those that cannot be used, and remarks."""
+    """The usable samples (still named by their full path in the folder), the unusable ones, and notes for the user."""
 
     sources: list[Source] = field(default_factory=list)
     bad: list[_Bad] = field(default_factory=list)
@@ -61,8 +61,8 @@ def read_sources(
 ) -> list[Source]:
     """The samples of a folder, or of the file that lists them, always in the same order.
 
-    A sample without its file or its caption is an error or, with `leave_out_bad`, skipped; `report` gets a message
-    about that, and about whatever else the user should know.
+    A sample without a file or a caption is an error, or is skipped with `leave_out_bad`. `report` is called with each
+    note for the user.
     """
     try:
         samples = _samples_of(folder, leave_out_bad)
@@ -103,7 +103,7 @@ def _lists_of(tree: Tree, name: str) -> tuple[str, ...]:
 
 
 def _lists_in(tree: Tree) -> tuple[str, ...]:
-    """The file, or the two files, that list the samples of a folder; empty where there are none."""
+    """The file, or the two files, that list the samples of a folder; empty if there are none."""
 
     def is_list(name: str) -> bool:  # prompt.txt is the caption of prompt.mp4, if that is there
         return name in tree and not any(name.removesuffix(".txt") + suffix in tree for suffix in _MEDIA)
@@ -188,7 +188,7 @@ def _read_caption(tree: Tree, path: str) -> str:
 
 
 def _add(samples: _Samples, tree: Tree, where: str, stem: str, media: str | None, caption: str | None) -> None:
-    """Adds a sample with its latent and embedding, or records what is wrong with it."""
+    """Adds a sample with its latent and embedding, or records the problem with it."""
     latent, embedding = (tree.path(stem + kind) if stem + kind in tree else None for kind in (LATENT, EMBEDDING))
     if caption is None and embedding is None:
         samples.bad.append(_Bad(where, _NO_CAPTION, f"write one, for instance into {stem}.txt"))
@@ -217,8 +217,8 @@ def _report_bad(samples: _Samples, leave_out_bad: bool) -> None:
     if bad and not (good and leave_out_bad):
         others = f" ({len(bad) - 1} more of {good + len(bad)} samples are bad)" if len(bad) > 1 else ""
         fix = f"; {bad[0].fix}" if bad[0].fix else ""
-        way_out = ", or skip it with --leave_out_bad" if good else ""
-        raise ConfigError(f"{bad[0].sample}: {bad[0].problem}{others}{fix}{way_out}")
+        remedy = ", or skip it with --leave_out_bad" if good else ""
+        raise ConfigError(f"{bad[0].sample}: {bad[0].problem}{others}{fix}{remedy}")
     if bad:
         names = _few([f"{each.sample} ({each.problem})" for each in bad])
         samples.remarks.append(f"skipped {len(bad)} of {good + len(bad)} samples: {names}")
@@ -231,13 +231,13 @@ def _few(items: list[str]) -> str:
 
 
 def _nested_list(tree: Tree) -> str:
-    """A hint, where the list of samples is in a subfolder."""
+    """A hint for the user if a list of samples is in a subfolder; empty otherwise."""
     nested = next((path for path in sorted(tree.walk()) if path.rpartition("/")[2] in TABLES), None)
     return f"; {tree.path(nested)} exists: pass its folder instead" if nested else ""
 
 
 def _with_unique_names(sources: list[Source]) -> list[Source]:
-    """Names as short as possible: a.mp4 is called a, unless there is an a.png; listed again it is a#2."""
+    """Shortens names: a.mp4 becomes a, unless there is an a.png too. If it is listed again, it becomes a#2."""
 
     def short(path: str) -> str:
         return path.removesuffix(LATENT) if path.endswith(LATENT) else splitext(path)[0]

@@ -1,4 +1,4 @@
-"""Training without a cache: frames and captions are read in every step and encoded on the training device.
+"""Datasets without a cache: frames and captions are read in every step and encoded on the training device.
 
 Only the size of each sample is computed in advance, because the engine needs to know the shapes.
 """
@@ -52,7 +52,7 @@ class SampleSizes:
         for source in sources:
             if source.latent is not None or source.embedding is not None:
                 raise ConfigError(
-                    f"{source.name} has its own latent or embedding file, which only the cache uses; leave out "
+                    f"{source.name} has its own latent or embedding file, which only the cache uses; remove "
                     "--no_cache, or move those files away"
                 )
         self._sources, self._crop, self._geometry = sources, crop, geometry
@@ -69,7 +69,7 @@ class SampleSizes:
         return lambda: size
 
     def open(self, leave_out_bad: bool = False) -> UncachedSamples:
-        """The samples; call it after all ranks have read their share. Bad samples are an error, or skipped."""
+        """Opens the samples, once all ranks have read their share. With `leave_out_bad`, skips unusable samples."""
         entries = self._sizes.find()
         good, remarks = usable_samples(self._sources, [(entries, self._keys)], self._bad, leave_out_bad)
         sizes = PackReader(self._sizes.folder, [entries[self._keys[index]] for index in good])

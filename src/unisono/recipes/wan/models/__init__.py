@@ -1,1 +1,1 @@
-"""Wan's transformers, VAE and text encoder: loading from every published format, and writing for diffusers."""
+"""Wan's transformers, VAE and text encoder, loaded from every published format and written for diffusers."""

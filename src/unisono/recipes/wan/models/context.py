@@ -1,11 +1,12 @@
-"""Divides the tokens of a Wan transformer between the ranks that carry a sample together (`parallel/context.py`).
+"""Divides the tokens of a Wan transformer between the ranks that share a sample (`parallel/context.py`).
 
-Patches become tokens on every rank, each rank takes its own before the first block, and the velocity is gathered after
-the last layer. In between only self-attention needs the tokens of other ranks: norms, feed-forward layers and the
-attention to the text treat each token on its own. The hooks are on diffusers' modules, whose weights keep their names.
+Every rank turns all patches into tokens and keeps its own tokens before the first block. After the last layer, the
+ranks gather the velocity. In between, only self-attention needs the tokens of other ranks: norms, feed-forward layers
+and the attention to the text treat each token separately. The hooks are on diffusers' modules, whose weights keep their
+names.
 
-The rotary angles carry the division to the blocks, because a block that is recomputed in the backward pass gets the
-same arguments again.
+The division is passed to the blocks together with the rotary angles, because a block that is recomputed in the backward
+pass gets the same arguments again.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from unisono.recipes.wan.models.kernels.attention import attend
 
 
 class LocalAngles(NamedTuple):
-    """The rotary embedding of this rank's tokens, and how all tokens are divided."""
+    """The rotary embedding of this rank's tokens, and the division of all tokens."""
 
     cosine: Tensor
     sine: Tensor
@@ -46,7 +47,7 @@ def divide_tokens(transformer: Any, context: Context) -> None:
 
 
 class _Timesteps:
-    """Before the transformer: notes the division, and splits timesteps that are given per token."""
+    """Hook before the transformer: stores the division, and splits timesteps that are given per token."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -60,7 +61,7 @@ class _Timesteps:
 
 
 class _Angles:
-    """After the rotary embedding: this rank's part of it."""
+    """Hook after the rotary embedding: selects the angles of this rank's tokens."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -73,14 +74,14 @@ class _Angles:
 
 
 def _split_states(block: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Before the first block: this rank's part of the hidden states."""
+    """Hook before the first block: selects the hidden states of this rank's tokens."""
     states, *others = inputs
     angles = others[-1]
     return (angles.tokens.split(states, 1) if isinstance(angles, LocalAngles) else states, *others)
 
 
 class _Velocity:
-    """After the last layer: the velocity of all tokens."""
+    """Hook after the last layer: gathers the velocity of all tokens."""
 
     def __init__(self, transformer: Any) -> None:
         self._transformer = transformer
@@ -91,7 +92,7 @@ class _Velocity:
 
 
 class DividedAttention(WanAttnProcessor):
-    """diffusers' self-attention, of this rank's tokens to all tokens."""
+    """diffusers' self-attention, in which this rank's tokens attend to all tokens."""
 
     def __call__(
         self,
@@ -113,7 +114,7 @@ class DividedAttention(WanAttnProcessor):
 
 
 def attend_to_all(query: Tensor, key: Tensor, value: Tensor, backend: Any, tokens: Tokens | None) -> Any:
-    """Attention with the run's kernel: of this rank's tokens to all tokens, or without `tokens` within each sample."""
+    """Attention from this rank's tokens to all tokens with the run's kernel; `tokens` is None for undivided samples."""
     if tokens is None:
         return attend(query, key, value, backend)
     return tokens.attention(query, key, value, attend=partial(attend, backend=backend))

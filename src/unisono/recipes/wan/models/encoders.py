@@ -1,4 +1,4 @@
-"""The frozen models that encode the data: VAE and text encoder, from a model's folder or the tiny ones."""
+"""The frozen models that encode the data: VAE and text encoder, from a model's folder, or the built-in tiny models."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class FolderEncoders(Encoders):
                     TensorFile(file)
         self.statistics()
         tokenizer = self._part("tokenizer")
-        # Without them transformers silently creates a tokenizer with an empty vocabulary.
+        # Without these files, transformers silently creates a tokenizer with an empty vocabulary.
         vocabularies = [tokenizer / name for name in ("tokenizer.json", "spiece.model")]
         if not any(file.is_file() for file in vocabularies) or not (tokenizer / "tokenizer_config.json").is_file():
             raise ConfigError(
@@ -98,7 +98,7 @@ class FolderEncoders(Encoders):
         return TextEncoder.load(self._part("tokenizer"), self._part("text_encoder"), self.text_dtype)
 
     def fingerprints(self) -> tuple[str, str]:
-        """Hashes of their files."""
+        """Hashes of the files of the VAE and of the text encoder."""
         text = [self._part("tokenizer"), self._part("text_encoder")]
         return of_folders([self._part("vae")]), of_folders(text, str(self.text_dtype))
 
@@ -108,7 +108,7 @@ class FolderEncoders(Encoders):
         return statistics({**config, "z_dim": self.geometry.channels})
 
     def scheduler(self, shift: float) -> Any:
-        """The scheduler of the model's folder, or Euler where it has none that works."""
+        """The scheduler of the model's folder, or an Euler scheduler if that is missing or broken."""
         import diffusers
 
         folder = self._folder.part("scheduler")
@@ -164,7 +164,7 @@ class TinyEncoders(Encoders):
         return TextEncoder(parts.tokenizer, parts.text_encoder)
 
     def fingerprints(self) -> tuple[str, str]:
-        """Hashes of their weights."""
+        """Hashes of the weights of the VAE and of the text encoder."""
         return self.vae().fingerprint(), self.text_encoder().fingerprint()
 
 
@@ -177,33 +177,33 @@ class NoEncoders(Encoders):
     text_length: int
 
     def vae(self) -> WanVae:
-        """Raises ConfigError."""
+        """Raises ConfigError, because there is no VAE."""
         raise ConfigError(
             "no VAE to encode images and videos with; pass --parts_path FOLDER, a Wan model in diffusers' layout, or a "
             "latent (name.latent.safetensors) for every sample"
         )
 
     def text_encoder(self) -> TextEncoder:
-        """Raises ConfigError."""
+        """Raises ConfigError, because there is no text encoder."""
         raise ConfigError(
             "no text encoder for captions; pass --parts_path FOLDER, a Wan model in diffusers' layout, or an embedding "
             "(name.safetensors) for every sample, --caption_dropout 0 and --guidance 1"
         )
 
     def statistics(self) -> tuple[Tensor, Tensor]:
-        """Raises ConfigError."""
+        """Raises ConfigError, because there is no VAE that has statistics."""
         raise ConfigError(
             "latents raw: normalising them needs the VAE's statistics, but there is no VAE; pass --parts_path FOLDER, "
             "a Wan model in diffusers' layout"
         )
 
     def fingerprints(self) -> tuple[str, str]:
-        """Placeholders."""
+        """Returns placeholders, because there are no models."""
         return "none", "none"
 
 
 def no_encoders(transformer: Mapping[str, Any], text_length: int) -> NoEncoders:
-    """What a transformer implies about its encoders: the geometry of the published VAEs follows from the channels."""
+    """Derives the geometry of a transformer's VAE from its number of channels, which the published VAEs differ in."""
     channels = int(transformer["in_channels"])
     geometry = Geometry(channels, 4, 16 if channels == 48 else 8, int(transformer["patch_size"][1]))
     return NoEncoders(geometry, int(transformer["text_dim"]), text_length)

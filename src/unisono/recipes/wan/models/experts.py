@@ -19,7 +19,7 @@ class Experts(nn.Module):
     def __init__(
         self, transformers: Mapping[str, nn.Module], boundary: float | None, *, shared_by_ranks: bool = True
     ) -> None:
-        """`shared_by_ranks`: other ranks may wait for a forward pass of each transformer."""
+        """`shared_by_ranks`: whether other ranks may wait for a forward pass of each transformer."""
         super().__init__()
         self._shared_by_ranks = shared_by_ranks
         for name, transformer in transformers.items():
@@ -33,7 +33,7 @@ class Experts(nn.Module):
 
     @property
     def config(self) -> Any:
-        """The configuration of the transformers, which share one."""
+        """The configuration, which both experts share."""
         return next(iter(self.children())).config
 
     def at(self, sigma: float) -> nn.Module:
@@ -49,8 +49,8 @@ class Experts(nn.Module):
         if not self.both:
             return _velocity(next(iter(self.children())), noisy, times, text)
         assert self.boundary is not None
-        # Each sample goes to its expert. An expert without samples computes one and discards it: under FSDP all ranks
-        # must run the same collectives.
+        # Each sample goes to its expert. An expert without samples computes one and discards the result, because under
+        # FSDP all ranks must run the same collectives.
         high = sigma >= self.boundary
         velocity = torch.zeros_like(noisy)
         for name, mine in ((HIGH, high), (LOW, ~high)):

@@ -22,7 +22,7 @@ def float32_weights(model: nn.Module) -> list[str]:
 
 
 def keep_time_embedding_in_float32(transformer: nn.Module) -> None:
-    """Makes the time embedding compute in its weights' dtype, also under autocast."""
+    """Makes the time embedding compute in its weights' dtype, even under autocast."""
     embedder = transformer.condition_embedder.time_embedder  # type: ignore[union-attr]
     embedder.__class__ = _exact(type(embedder))  # type: ignore[arg-type]
 

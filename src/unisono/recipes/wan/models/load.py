@@ -33,9 +33,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "1.3b": _size(12, 30, 8960, 16),
     "14b": _size(40, 40, 13824, 16),
     "ti2v-5b": _size(24, 30, 14336, 48),
-    "a14b": _size(40, 40, 13824, 16),  # one of its two experts
+    "a14b": _size(40, 40, 13824, 16),  # the size of one of its two experts
 }
-BOUNDARY = 0.875  # the σ at which A14B's high-noise expert hands over to the low-noise one; 0.9 from image to video
+BOUNDARY = 0.875  # the σ at which A14B's high-noise expert hands over to the low-noise one; 0.9 for image-to-video
 TEXT_LENGTH = 512  # tokens of text that every published model was trained with
 _NUMBERS = (
     *("num_attention_heads", "attention_head_dim", "in_channels", "out_channels", "text_dim", "freq_dim", "ffn_dim"),
@@ -45,7 +45,7 @@ _NUMBERS_OR_NONE = ("image_dim", "added_kv_proj_dim", "pos_embed_seq_len")
 _EXPERTS = {
     "transformer": "high_noise_model",
     "transformer_2": "low_noise_model",
-}  # diffusers' folders, and the Wan repository's
+}  # folder names of diffusers, and of the Wan repository
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_PARTS = ("transformer", "transformer_2", "vae", "text_encoder", "tokenizer", "scheduler", *_EXPERTS.values())
 _HUB_KINDS = ("*.json", "*.safetensors", "*.model", "*.txt")
@@ -56,17 +56,17 @@ class WanFolder:
     """A model on disk."""
 
     kind: str
-    """pipeline (a folder with model_index.json), transformer (diffusers'), native (the Wan repository's), file."""
+    """Kind: pipeline (with model_index.json), transformer (diffusers' folder), native (Wan's own folder), or file."""
     path: Path
     transformers: Mapping[str, Path]
-    """transformer (for A14B the high-noise expert) and transformer_2 (the low-noise one): a folder or a file each."""
+    """The paths of transformer (for A14B the high-noise expert) and transformer_2 (the low-noise expert)."""
     boundary_ratio: float | None = None
-    """The σ at which the high-noise expert hands over, where there are two."""
+    """The σ at which the high-noise expert hands over to the low-noise one; None for a single transformer."""
     expand_timesteps: bool = False
     """Whether each token has its own timestep (TI2V)."""
     text_length: int = TEXT_LENGTH
     components: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    """For a pipeline: its parts as model_index.json lists them, each with its library and class."""
+    """The parts of a pipeline as model_index.json lists them, each with its library and class."""
 
     def part(self, name: str) -> Path | None:
         """The folder of another part of the pipeline (vae, text_encoder, tokenizer, scheduler), or None."""
@@ -159,7 +159,7 @@ def _pipeline(path: Path, setting: str) -> WanFolder:
 
 
 def _described_by_weights(kind: str, path: Path, transformers: Mapping[str, Path]) -> WanFolder:
-    """Derives from the number of channels what the Wan repository has in code instead of files."""
+    """Derives from the number of channels the properties that the Wan repository stores in code, not in files."""
     shapes = open_weights(next(iter(transformers.values()))).shapes()
     channels = (*shapes.get("patch_embedding.weight", ()), 0, 0)[1]
     boundary = (BOUNDARY if channels == 16 else 0.9) if len(transformers) > 1 else None
@@ -208,7 +208,7 @@ def _named_config(model_config: str) -> dict[str, Any]:
 
 
 def checked_config(values: Mapping[str, Any], where: str, strict: bool = True) -> dict[str, Any]:
-    """Keeps the constructor's arguments and checks their values."""
+    """Returns those of `values` that are arguments of the constructor, after checking them."""
     from diffusers import WanTransformer3DModel
 
     arguments = inspect.signature(WanTransformer3DModel.__init__).parameters.keys() - {"self"}
@@ -246,10 +246,10 @@ def build(config: Mapping[str, Any]) -> Any:
 
 
 def build_meta(config: Mapping[str, Any]) -> Any:
-    """A WanTransformer3DModel on the meta device; its tables of positions are real."""
+    """A WanTransformer3DModel on the meta device, except for its position tables, which are on the CPU."""
     with torch.device("meta"):
         model = build(config)
-    # The tables are in no file: only the constructor creates them.
+    # No file contains the position tables; only the constructor creates them.
     with torch.device("cpu"):
         rope = model.rope
         model.rope = type(rope)(rope.attention_head_dim, rope.patch_size, rope.max_seq_len)

@@ -17,7 +17,7 @@ def load_part(kind: Any, folder: Path, **options: Any) -> Any:
     """Loads a part of a model from its folder by its class of diffusers or transformers, with all its weights."""
     _refuse_code(folder)
     with loading(folder), _quietly():
-        # A .bin is a pickle, which may hold any program.
+        # Never loads .bin files: these are pickles, which can execute arbitrary code.
         model, loading_info = kind.from_pretrained(folder, use_safetensors=True, output_loading_info=True, **options)
     if missing := sorted(loading_info["missing_keys"]):  # both libraries would continue with random weights
         raise ConfigError(
@@ -44,7 +44,7 @@ def _refuse_code(folder: Path) -> None:
 
 
 def count_in(config: Mapping[str, Any], name: str, of: str, default: int | None = None) -> int:
-    """A whole number above 0 in a config."""
+    """Reads a whole number above 0 from a config; `of` names the model in the error message."""
     value = config.get(name)
     value = default if value is None else value
     if type(value) is not int or value < 1:
@@ -54,7 +54,7 @@ def count_in(config: Mapping[str, Any], name: str, of: str, default: int | None 
 
 @contextmanager
 def loading(folder: Path) -> Iterator[None]:
-    """Turns whatever a library raises while it loads a folder into a one-line ConfigError."""
+    """Turns any exception that a library raises while it loads a folder into a one-line ConfigError."""
     try:
         yield
     except Exception as error:  # both libraries raise many kinds of exceptions for bad files

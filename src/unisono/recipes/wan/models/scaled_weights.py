@@ -26,13 +26,13 @@ from unisono.plain_files import parse_json
 
 _SCALES = (".scale_weight", ".scale_weight_tensor", ".weight_scale")
 _UNUSED = (".scale_input", ".input_scale", ".comfy_quant", "scaled_fp8")
-_UNKNOWN = (".weight_scale_2", ".pre_quant_scale")  # of formats with fewer bits
+_UNKNOWN = (".weight_scale_2", ".pre_quant_scale")  # suffixes of scales in formats with fewer bits
 _FORMATS = ("float8_e4m3fn", "float8_e5m2")
 _LONGEST = 4096  # bytes of a layer's JSON
 
 
 def split_names(names: Collection[str], label: str) -> tuple[list[str], dict[str, list[str]]]:
-    """The names of a file's weights, and the names of the scales of those that have some; `label` is the file."""
+    """The names of a file's weights, and the names of the scales of each scaled weight; `label` names the file."""
     weights, scales = [], dict[str, list[str]]()
     for name in names:
         if name.endswith(_UNKNOWN):

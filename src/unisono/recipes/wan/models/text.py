@@ -1,8 +1,9 @@
 """Encodes captions into the text embeddings that a Wan transformer attends to.
 
-The text encoder (UMT5) gives one row per token. Only the rows of the caption are stored; the transformer gets them
-padded with zeros to its text length (512 for the published models) and, without a mask, attends to the zeros too. All
-of this matches `diffusers.WanPipeline.encode_prompt` to the bit, so that training sees what inference sees.
+The text encoder (UMT5) returns one row per token. Only the rows of the caption are stored. Before the transformer, they
+are padded with zeros to its text length (512 for the published models); there is no mask, so the transformer attends to
+the zeros too. The result equals that of `diffusers.WanPipeline.encode_prompt` to the bit, so training and inference use
+the same embeddings.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from unisono.recipes.wan.models.parts import count_in, load_part, loading
 
 
 def clean(caption: str) -> str:
-    """The caption as the encoder gets it: mojibake repaired, HTML entities decoded, whitespace collapsed."""
+    """Prepares a caption for the encoder: repairs mojibake, decodes HTML entities, collapses whitespace."""
     try:
         import ftfy
     except ImportError:
         # Without ftfy, diffusers silently skips this step and computes other embeddings.
         raise ConfigError("cleaning captions needs ftfy, which is not installed; run: pip install ftfy") from None
-    # Twice, because text from the web is often escaped twice.
+    # Unescapes twice, because text from the web is often escaped twice.
     repaired = html.unescape(html.unescape(ftfy.fix_text(caption)))
     return re.sub(r"\s+", " ", repaired.strip()).strip()
 
@@ -74,8 +75,8 @@ class TextEncoder:
         return [self._encode(clean(caption), max_length) for caption in captions]
 
     def _encode(self, text: str, max_length: int) -> Tensor:
-        # One by one and padded to the full length: both affect rounding, and an embedding must neither depend on other
-        # captions nor differ from what the pipeline computes.
+        # Encodes captions one by one, padded to the full length. Both affect rounding: an embedding must not depend on
+        # other captions, and must equal that of the pipeline.
         tokens = self.tokenizer(
             [text],
             padding="max_length",
@@ -93,7 +94,7 @@ class TextEncoder:
 
 
 def pad(rows: Tensor, length: int) -> Tensor:
-    """[length, width] an embedding, padded with zeros."""
+    """Pads an embedding with zeros to [length, width]."""
     if len(rows) > length:
         raise ValueError(f"{len(rows)} rows do not fit into a text length of {length}")
     padded = rows.new_zeros(length, rows.shape[1])
@@ -102,7 +103,7 @@ def pad(rows: Tensor, length: int) -> Tensor:
 
 
 def check_width(text_config: Mapping[str, Any], transformer_config: Mapping[str, Any]) -> None:
-    """Raises ConfigError when a transformer does not take the embeddings of a text encoder."""
+    """Raises ConfigError if a transformer does not accept the embeddings of a text encoder."""
     outputs, inputs = count_in(text_config, "d_model", "text encoder"), int(transformer_config.get("text_dim") or 4096)
     if outputs != inputs:
         raise ConfigError(

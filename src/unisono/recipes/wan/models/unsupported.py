@@ -1,7 +1,7 @@
 """Kinds of Wan models that cannot be trained, recognised by their weights, classes and channels.
 
-All of them take more than text: an image, a control video, a voice, a pose. Training on text and videos alone would
-make them forget it.
+All of them have inputs besides text: an image, a control video, a voice, a pose. Training on text and videos alone
+would make them forget how to use these inputs.
 """
 
 from __future__ import annotations

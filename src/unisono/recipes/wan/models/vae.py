@@ -26,7 +26,7 @@ from unisono.recipes.wan.models.parts import count_in, load_part
 
 @dataclass(frozen=True)
 class Geometry:
-    """How the shape of a latent follows from frames and pixels."""
+    """The sizes of latents and tokens relative to frames and pixels."""
 
     channels: int
     temporal_factor: int
@@ -42,7 +42,7 @@ class Geometry:
         for name in ("temperal_downsample", "dim_mult"):
             if not isinstance(config.get(name, ()), list | tuple):
                 raise ConfigError(f"the config of the VAE has {name} {shown(config[name])}; expected a list")
-        # From its layers: the scale factors in the config are for pipelines, and nothing checks them.
+        # Derived from the VAE's layers: the scale factors in the config are for pipelines, and no library checks them.
         temporal = 2 ** sum(map(bool, config.get("temperal_downsample", (False, True, True))))
         spatial = 2 ** (len(config.get("dim_mult", (1, 2, 4, 4))) - 1) * count_in(config, "patch_size", "VAE", 1)
         for name, factor in (("scale_factor_temporal", temporal), ("scale_factor_spatial", spatial)):
@@ -98,12 +98,12 @@ class WanVae:
         return of_module(self.model)
 
     def encode_frames(self, frames: Tensor) -> Tensor:
-        """uint8 [batch, F, H, W, 3] to latents; used with and without the cache."""
+        """Encodes frames uint8 [batch, F, H, W, 3] to latents; used with and without the cache."""
         return self.encode(torch.stack([to_unit(sample.to(self.model.device)) for sample in frames]))
 
     @torch.no_grad()
     def encode(self, frames: Tensor) -> Tensor:
-        """[batch, 3, F, H, W] in -1..1 to float32 latents [batch, C, f, h, w]."""
+        """Encodes frames [batch, 3, F, H, W] in -1..1 to float32 latents [batch, C, f, h, w]."""
         self.geometry.shape(*frames.shape[2:])
         return torch.stack([self._encode(sample) for sample in frames])
 
@@ -115,7 +115,7 @@ class WanVae:
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        """Latents [batch, C, f, h, w] to float32 frames [batch, 3, F, H, W] in -1..1."""
+        """Decodes latents [batch, C, f, h, w] to float32 frames [batch, 3, F, H, W] in -1..1."""
         return torch.stack([self._decode(sample) for sample in latents])
 
     def _decode(self, latent: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ class WanVae:
 
 
 def check_channels(vae_config: Mapping[str, Any], transformer_config: Mapping[str, Any]) -> None:
-    """Raises ConfigError when a transformer does not take the latents of a VAE."""
+    """Raises ConfigError if a transformer does not accept the latents of a VAE."""
     latent = count_in(vae_config, "z_dim", "VAE", 16)
     inputs = int(transformer_config.get("in_channels") or 16)
     outputs = int(transformer_config.get("out_channels") or inputs)
@@ -146,7 +146,7 @@ def check_channels(vae_config: Mapping[str, Any], transformer_config: Mapping[st
 
 
 def normalised(latent: Tensor, statistics: tuple[Tensor, Tensor]) -> Tensor:
-    """A latent [C, f, h, w] with the mean and standard deviation of the statistics removed."""
+    """Normalises a latent [C, f, h, w] with the mean and standard deviation in `statistics`."""
     mean, std = (part.to(latent.device) for part in statistics)
     return (latent - mean) / std
 

@@ -1,7 +1,7 @@
 """The names of Wan's weights in diffusers, in the Wan repository ("native"), and in ComfyUI.
 
-ComfyUI's are native names with a prefix, and any name may contain what a wrapper (DDP, FSDP, a compiler) added. The
-shapes of the weights tell what kind of model they belong to.
+ComfyUI's names are native names with a prefix. Wrappers (DDP, FSDP, a compiler) may have added parts to any name. The
+configuration of a transformer is derived from the shapes of its weights.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 _WRAPPERS = ("module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 _WRAPPER = re.compile(rf"(?:^|(?<=\.))(?:{'|'.join(_WRAPPERS)})\.")
-COMFY = "diffusion_model."  # what ComfyUI puts before native names
+COMFY = "diffusion_model."  # the prefix that ComfyUI adds to native names
 _PREFIXES = (f"model.{COMFY}", COMFY)
 _BLOCK = re.compile(r"blocks\.(\d+)\.(.+)")
 _EMBEDDER = "condition_embedder"
@@ -47,11 +47,11 @@ _INSIDE = {
     **{"ffn.0": "ffn.net.0.proj", "ffn.2": "ffn.net.2"},
 }
 _TO_OUTSIDE, _TO_INSIDE = ({ours: theirs for theirs, ours in names.items()} for names in (_OUTSIDE, _INSIDE))
-_UNUSED = ".norm_added_q."  # in published image-to-video files, but in no model
+_UNUSED = ".norm_added_q."  # published image-to-video files contain these weights, but no model uses them
 
 
 def plain_name(name: str) -> str:
-    """The name without what wrappers (DDP, FSDP, checkpointing, a compiler) added."""
+    """The name without the parts that wrappers (DDP, FSDP, checkpointing, a compiler) added."""
     return _WRAPPER.sub("", name)
 
 
@@ -135,7 +135,8 @@ def config_of(shapes: Shapes, label: str = "the file") -> dict[str, Any]:
     positions = shapes.get(f"{_EMBEDDER}.image_embedder.pos_embed")
     return {
         "patch_size": tuple(patch),
-        # All published models have heads of 128. The shapes do not show it: queries are normalised over all heads.
+        # All published models have heads of width 128. The shapes of weights do not show it, because queries are
+        # normalised over all heads.
         "num_attention_heads": width // 128,
         "attention_head_dim": 128,
         "in_channels": in_channels,

@@ -71,7 +71,7 @@ class Weights:
         return sum(math.prod(self.shape(name)) for name in self._places)
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """A weight, in memory of its own; in the file's dtype (float32 if it has scales) unless `dtype` is given."""
+        """Reads a weight into new memory, as `dtype` or in the file's dtype (float32 if it has scales)."""
         return self._read(name, dtype, None)
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
@@ -181,7 +181,7 @@ def _indexed(index: Path) -> list[Path]:
 def fill(model: nn.Module, path: Path, *, device: str = "cpu", own_dtypes: bool = False) -> None:
     """Loads the weights of a transformer on the meta device one by one; never holds a second copy of the whole model.
 
-    `own_dtypes` casts each weight to the dtype it has in the model; otherwise it gets the file's. A LoRA that was added
+    `own_dtypes` casts each weight to its dtype in the model; otherwise it has the file's dtype. A LoRA that was added
     before keeps its weights.
     """
     weights = open_weights(path)

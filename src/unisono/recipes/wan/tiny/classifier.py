@@ -1,7 +1,7 @@
-"""Recognises what a sample shows: a small classifier, trained only on drawn shapes.
+"""A small classifier that recognises the content of a sample; it is trained only on drawn shapes.
 
-A flow-matching loss proves little: a model that generates mud can have a low one. What counts is whether an independent
-classifier recognises the colour and the shape that the caption names.
+A flow-matching loss proves little: a model that generates useless samples can have a low loss. A better criterion is
+whether an independent classifier recognises the colour and the shape that the caption names.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch.nn import functional as F
 from unisono.recipes.wan.tiny.shapes import COLOURS, SHAPES, Shapes, labels
 
 _SIZE = 32  # pixels; other sizes are scaled to it
-_NUM_STILLS, _NUM_CLIPS, _CLIP_FRAMES = 1440, 240, 5  # training data
+_NUM_STILLS, _NUM_CLIPS, _CLIP_FRAMES = 1440, 240, 5  # numbers of training samples, and of frames per clip
 _STEPS, _BATCH = 300, 64
-_NOISE = 0.1  # on the training images: a sample is never as clean as a drawing
+_NOISE = 0.1  # added to the training images, because a sample is never as clean as a drawing
 
 
 class ShapeClassifier(nn.Module):
@@ -40,13 +40,13 @@ class ShapeClassifier(nn.Module):
         self.shape = nn.Linear(64, len(SHAPES))
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """[images, 3, size, size] in [-1, 1] -> logits of colours and of shapes."""
+        """Maps images [images, 3, size, size] in [-1, 1] to logits of the colours and of the shapes."""
         features = self.features(images)
         return self.colour(features), self.shape(features)
 
     @torch.no_grad()
     def classify(self, frames: Tensor) -> tuple[Tensor, Tensor]:
-        """[samples, 3, frames, height, width] in [-1, 1] -> indices of the colours and of the shapes, [samples].
+        """Returns the indices of the colours and shapes [samples] of [samples, 3, frames, height, width] in [-1, 1].
 
         Averages the log-probabilities over the frames of a clip.
         """
@@ -62,14 +62,14 @@ class ShapeClassifier(nn.Module):
 
 
 def recognised(frames: Tensor, colours: Tensor, shapes: Tensor) -> dict[str, Tensor]:
-    """[samples] whether each sample shows its colour, and its shape; labels as in `shapes.labels`."""
+    """Whether each sample shows its colour, and its shape, [samples]; the labels are those of `shapes.labels`."""
     found_colours, found_shapes = trained_classifier().classify(frames)
     return {"colour": found_colours == colours.to(frames.device), "shape": found_shapes == shapes.to(frames.device)}
 
 
 @cache
 def trained_classifier(seed: int = 0) -> ShapeClassifier:
-    """A classifier trained on drawings; takes some seconds, once."""
+    """A classifier trained on drawings. The first call takes some seconds; later calls return the same classifier."""
     images, colours, shapes = _training_data(seed)
     # The run may evaluate under 16-bit autocast, which would cache casts of the weights and never see them change.
     with torch.random.fork_rng(devices=[]), torch.autocast("cpu", enabled=False):

@@ -22,9 +22,9 @@ from unisono.recipes.wan.tiny.shapes import Shapes
 _SIZE = 32
 _LEARNING_RATE, _WARMUP = 4e-3, 50
 _KL_WEIGHT = 1e-4
-_NUM_FOR_STATISTICS = 480  # drawings that the latents' mean and standard deviation are measured on
+_NUM_FOR_STATISTICS = 480  # number of drawings to compute the mean and standard deviation of the latents from
 _NUM_FOR_PSNR = 96
-_FIRST_LOG_VARIANCE = -5.0  # of the posterior; with the default, noise would hide the latents at first
+_FIRST_LOG_VARIANCE = -5.0  # initial value for the posterior; with the default, noise would hide the latents
 
 
 class BatchKind(NamedTuple):
@@ -35,7 +35,7 @@ class BatchKind(NamedTuple):
     at_once: int
 
 
-# Nine frames because the third latent frame takes another path through the VAE than the second.
+# Uses nine frames, because the third latent frame takes another path through the VAE than the second.
 _BATCHES = (BatchKind(1, 2400, 32), BatchKind(5, 1440, 8), BatchKind(1, 2400, 32), BatchKind(9, 720, 6))
 """Used in turn, one per optimizer step."""
 
@@ -60,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
     except ConfigError as error:
         print(f"make_vae: {error}", file=sys.stderr)
         return error.exit_code
-    saved = tiny_vae(options.output)  # in half precision, as in the file
+    saved = tiny_vae(options.output)  # loaded from the file, which stores half precision
     for num_frames in (1, 5, 9):
         print(f"PSNR on held-out drawings, frames {num_frames}: {psnr(saved, num_frames, _NUM_FOR_PSNR):.1f} dB")
     return 0
@@ -102,7 +102,7 @@ def save(vae: AutoencoderKLWan, file: Path) -> None:
         latents = [vae.encode(_frames(_NUM_FOR_STATISTICS, num_frames)).latent_dist.mean for num_frames in (1, 5)]
     by_channel = torch.cat([part.transpose(0, 1).flatten(1) for part in latents], dim=1)
     tensors = {name: tensor.half().contiguous() for name, tensor in vae.state_dict().items()}
-    # Not with save_file, which creates files that only their owner may read.
+    # Does not use save_file, which creates files that only their owner may read.
     file.write_bytes(to_bytes({**tensors, "latents_mean": by_channel.mean(1), "latents_std": by_channel.std(1)}))
 
 
@@ -115,7 +115,7 @@ def psnr(vae: AutoencoderKLWan, num_frames: int, num_samples: int) -> float:
 
 
 def _decode_without_clamp(vae: AutoencoderKLWan, latents: Tensor) -> Tensor:
-    """`vae.decode` without its clamp to [-1, 1], beyond which there is no gradient and training stalls."""
+    """Decodes like `vae.decode`, but without the clamp to [-1, 1], whose zero gradient would stall training."""
     vae.clear_cache()
     latents = vae.post_quant_conv(latents)
     parts = []
@@ -134,7 +134,7 @@ def _learning_rate(step: int, steps: int) -> float:
 
 
 def _frames(num_samples: int, num_frames: int, split: str = "train") -> Tensor:
-    """[samples, 3, frames, size, size]."""
+    """The frames of the first drawings of a split, [samples, 3, frames, size, size]."""
     drawings = Shapes(num_samples, num_frames, _SIZE, split=split)
     return torch.stack([drawings[i]["frames"] for i in range(num_samples)])
 

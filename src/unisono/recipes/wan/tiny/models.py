@@ -1,7 +1,7 @@
-"""Tiny Wan models that need no download: every class is the one that the published models use, only the sizes differ.
+"""Tiny Wan models that need no download: they use the same classes as the published models, in smaller sizes.
 
-The VAE is trained (`make_vae.py` writes the weights next to this file), the text encoder is random and frozen, and the
-transformer is what a run trains.
+The VAE is trained (`make_vae.py` writes the weights next to this file), and the text encoder is random and frozen. A
+run trains the transformer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from unisono.data.bits import key_of, random_bits, to_unit
 from unisono.errors import ConfigError
 from unisono.recipes.wan.tiny.shapes import COLOURS, DIRECTIONS, SHAPES, WORDINGS
 
-# For a type checker these classes have no methods, or do not exist.
+# A type checker sees no methods of these classes, or not even the classes.
 AutoencoderKLWan: TypeAlias = Any
 FlowMatchEulerDiscreteScheduler: TypeAlias = Any
 T5TokenizerFast: TypeAlias = Any
@@ -71,7 +71,7 @@ def tiny_vae_config() -> dict[str, Any]:
         "dim_mult": [1, 1, 1],
         "num_res_blocks": 0,
         "temperal_downsample": [True, True],
-        "is_residual": True,  # as in Wan 2.2: trains in half the steps
+        "is_residual": True,  # as in Wan 2.2; this halves the number of training steps
         "scale_factor_temporal": 4,
         "scale_factor_spatial": 4,
         "latents_mean": [0.0] * _LATENT_CHANNELS,
@@ -112,7 +112,7 @@ def tiny_tokenizer() -> T5TokenizerFast:
     words = sorted({*" ".join(WORDINGS).split(), *COLOURS, *SHAPES, *DIRECTIONS, "moving"} - {"{colour}", "{shape}"})
     letters = string.ascii_letters + string.digits + string.punctuation
     vocab = [(piece, 0.0) for piece in _SPECIAL_PIECES]
-    # The best score wins: a known word is one piece, an unknown word its letters.
+    # The split with the best score wins: a known word becomes one piece, an unknown word is split into letters.
     vocab += [(f"▁{word}", -1.0) for word in words]
     vocab += [(piece, -8.0) for piece in ("▁", *letters)]
     kind: Any = transformers.T5TokenizerFast  # type: ignore[attr-defined]

@@ -50,7 +50,7 @@ class Drawing(TypedDict):
 
 
 class Plan(NamedTuple):
-    """What an item shows. Lengths are fractions of the image's side; y points down."""
+    """The content of an item. Lengths are fractions of the image's side; y points down."""
 
     colour: str
     shape: str
@@ -58,9 +58,9 @@ class Plan(NamedTuple):
     caption: str
     rgb: tuple[float, float, float]
     background: float
-    centre: tuple[float, float]  # in the middle of the clip
+    centre: tuple[float, float]  # x and y in the middle of the clip
     radius: float
-    travel: float  # from the first frame to the last
+    travel: float  # distance moved from the first frame to the last
 
 
 class Shapes(Dataset[Drawing]):
@@ -86,7 +86,7 @@ class Shapes(Dataset[Drawing]):
         return {"frames": draw(plan, self.num_frames, self.size), "caption": plan.caption}
 
     def plan(self, index: int) -> Plan:
-        """What item `index` shows."""
+        """The content of item `index`."""
         if not -len(self) <= index < len(self):
             raise IndexError(f"item {index} of {len(self)}")
         index %= len(self)
@@ -115,20 +115,20 @@ class Shapes(Dataset[Drawing]):
 
 
 def draw(plan: Plan, num_frames: int, size: int) -> Tensor:
-    """[3, frames, size, size] in [-1, 1]."""
+    """Draws an item, [3, frames, size, size] in [-1, 1]."""
     ahead = torch.linspace(-0.5, 0.5, num_frames) if num_frames > 1 else torch.zeros(1)
     towards = DIRECTIONS[plan.direction] if plan.direction else (0.0, 0.0)
     middles = (torch.arange(size) + 0.5) / size  # centres of the pixels
     x = middles[None, None, :] - (plan.centre[0] + plan.travel * towards[0] * ahead)[:, None, None]
     y = middles[None, :, None] - (plan.centre[1] + plan.travel * towards[1] * ahead)[:, None, None]
-    # Antialiasing: a pixel that the outline halves is half covered.
+    # Antialiasing: a pixel on the outline is covered in part.
     covered = (0.5 - _outside(plan.shape, x, y, plan.radius) * size).clamp(0, 1)  # [frames, size, size]
     rgb = torch.tensor(plan.rgb).clamp(0, 1)[:, None, None, None]
     return (plan.background + (rgb - plan.background) * covered) * 2 - 1
 
 
 def labels(plans: list[Plan]) -> tuple[Tensor, Tensor]:
-    """[items] indices of the colours, and of the shapes."""
+    """The indices of the colours, and of the shapes, [items] each."""
     colours = torch.tensor([list(COLOURS).index(plan.colour) for plan in plans])
     return colours, torch.tensor([SHAPES.index(plan.shape) for plan in plans])
 
@@ -140,7 +140,7 @@ def _outside(shape: str, x: Tensor, y: Tensor, radius: float) -> Tensor:
     if shape == "square":
         return torch.maximum(x.abs(), y.abs()) - radius * 0.9
     if shape == "triangle":
-        # Standing on its base: three lines at the same distance from the centre.
+        # A triangle that stands on its base: three lines at the same distance from the centre.
         inner, slope = radius * 0.75, math.sqrt(0.75)
         y = y - radius * 0.3
         return torch.maximum(slope * x.abs() - 0.5 * y, y.expand_as(x + y)) - inner

@@ -37,7 +37,7 @@ class RolloutDataset(Dataset[Item]):
 
 
 class OnlineDataset(Dataset[Item]):
-    """Training items of an online teacher: the number of a sample, whose content changes with each refresh."""
+    """Training items for an online teacher: the number of each sample, whose content changes at every refresh."""
 
     def __init__(self, samples: Samples, embed: Embed) -> None:
         self._prompts, self._embed = [prompt for prompt, _ in samples.items], embed
@@ -53,7 +53,7 @@ class EvalDataset(Dataset[Item]):
     """Held-out samples, each with its starting noise and the teacher's velocities at all noise levels."""
 
     def __init__(self, samples: Samples, embed: Embed, *, has_labels: bool) -> None:
-        """`has_labels`: the prompts name built-in shapes, so generated samples can be classified."""
+        """`has_labels`: whether the prompts name built-in shapes, so that generated samples can be classified."""
         self.samples, self._embed = samples, embed
         self._labels = labels([prompt for prompt, _ in samples.items]) if has_labels else [None] * len(samples)
 
@@ -71,6 +71,6 @@ class EvalDataset(Dataset[Item]):
 
 
 def stacked(samples: Samples, numbers: Tensor) -> Tensor:
-    """[batch, C, f, h, w] the samples of these numbers, on the device of `numbers`."""
+    """The samples with these numbers, [batch, C, f, h, w], on the device of `numbers`."""
     on_host: list[int] = numbers.tolist()
     return torch.stack([samples.data(number) for number in on_host]).to(numbers.device)

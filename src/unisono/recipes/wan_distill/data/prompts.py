@@ -1,4 +1,4 @@
-"""The teacher's prompts: a text file, or those of the built-in shapes."""
+"""The teacher's prompts, from a text file or generated for the built-in shapes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def prompts_of(data_path: str, eval_data_path: str | None, num_eval: int | None)
         excluded, num_before = set(held_out), len(train)
         train = [prompt for prompt in train if prompt not in excluded]
         if num_shared := num_before - len(train):
-            more.append(f"eval_data_path: {num_shared:,} of its prompts are also in data_path; they are held out")
+            more.append(f"eval_data_path: {num_shared:,} of its prompts are also in data_path, and are held out")
         if not train:
             raise ConfigError(
                 f"data_path {data_path}: eval_data_path holds out all of its prompts; pass other prompts to train on"
@@ -103,7 +103,7 @@ def unknown_to_tiny(prompts: Sequence[str]) -> str | None:
 
 
 def labels(prompts: Sequence[str]) -> list[tuple[int, int] | None]:
-    """For prompts about the built-in shapes: the indices of the colour and the shape; None for others."""
+    """The indices of the colour and the shape of each prompt; None for prompts not about the built-in shapes."""
     pairs: list[tuple[int, int] | None] = []
     for prompt in prompts:
         words = prompt.split()

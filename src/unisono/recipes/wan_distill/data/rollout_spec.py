@@ -1,4 +1,4 @@
-"""How a teacher generates samples: everything that decides them, and the random numbers of each sample."""
+"""Specifies how a teacher generates samples, and draws the random numbers of each sample."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _BEGIN, _LEVELS = -1, -2  # streams of a sample besides those of its noise level
 
 @dataclass(frozen=True)
 class RolloutSpec:
-    """Everything that decides the teacher's samples besides the prompts. Roll-out files are named by its fields."""
+    """Everything besides the prompts that the teacher's samples depend on. Roll-out file names contain its hash."""
 
     teacher: str
     """Fingerprint of the teacher and its text encoder."""
     how: str
-    """The kind of device, and whether the teacher is compiled: both decide the last bits."""
+    """The kind of device, and whether the teacher is compiled; both affect rounding."""
     seed: int
     shape: tuple[int, int, int, int]
     """Shape of a latent: channels, frames, height, width."""
@@ -59,11 +59,11 @@ class RolloutSpec:
         return [float(sigma) for sigma in scheduler.sigmas[: self.steps]]
 
     def initial_noise(self, prompt: str, number: int) -> Tensor:
-        """[C, f, h, w] the noise that a sample starts from."""
+        """The noise that a sample starts from, [C, f, h, w]."""
         return self.noise(torch.tensor([position_of(prompt, number, _BEGIN)]))[0]
 
     def noise(self, positions: Tensor) -> Tensor:
-        """[batch, C, f, h, w] the noise at these positions of the random stream, on their device."""
+        """The noise at these positions of the random stream, [batch, C, f, h, w], on the device of `positions`."""
         return self._random(positions).normal(*self.shape, dtype=torch.float32)
 
     def level(self, prompt: str, number: int, index: int) -> Tensor:
@@ -85,15 +85,15 @@ def position_of(prompt: str, number: int, level: int) -> int:
 
 
 def positions_of(samples: Sequence[tuple[str, int]], level: int) -> Tensor:
-    """[samples] the positions of several samples, each a prompt and a number."""
+    """The positions of several samples, [samples]; each sample is a prompt and a number."""
     return torch.tensor([position_of(prompt, number, level) for prompt, number in samples])
 
 
 def scheduler_of(sampler: str, shift: float, steps: int) -> Any:
     """A diffusers scheduler with levels shift·u / (1 + (shift − 1)·u) at evenly spaced u; the last step ends at 0.
 
-    euler takes plain steps along the velocity. It is not diffusers' own Euler scheduler, which shifts its last level
-    twice: with few steps that step is nearly lost.
+    euler takes plain steps along the velocity. It differs from diffusers' own Euler scheduler, which applies the shift
+    twice to its last level, so that with few steps the last step does almost nothing.
     """
     from diffusers import UniPCMultistepScheduler
 

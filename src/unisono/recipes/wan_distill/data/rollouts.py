@@ -2,7 +2,7 @@
 
     prompt → embedding → noise of (seed, prompt, number) → the sampler's trajectory with guidance → x̂₀
 
-and, for the losses that need them, the teacher's velocities at new noise levels of x̂₀ and points of its trajectory.
+and, if a loss needs them, the teacher's velocities at new noise levels of x̂₀ and at points of the trajectory.
 The teacher generates samples in blocks of a fixed size, because the batch size affects the last bits; a block is never
 split, and ranks share whole blocks. A block is one file, written atomically, whose name is a hash of everything it
 depends on, including its samples: a killed run continues with the missing blocks, and any number of ranks produces the
@@ -33,7 +33,7 @@ from unisono.recipes.wan.sample import sample
 from unisono.recipes.wan_distill.data.rollout_spec import RolloutSpec, position_of, positions_of
 from unisono.recipes.wan_distill.models.teacher import Teacher
 
-_FORMAT = 2  # part of the key: files of another format are ignored
+_FORMAT = 2  # part of the key, so that files of another format are ignored
 _VISIBLE_WITHIN_S = 10.0  # network file systems may show a new file late
 
 Embed = Callable[[str], Tensor]
@@ -56,16 +56,16 @@ class Rollouts:
 
     @property
     def key(self) -> str:
-        """A hash of all blocks."""
+        """A hash of the keys of all blocks."""
         return combined(*self._keys)
 
     @property
     def _storage(self) -> torch.dtype:
-        """The dtype on disk: bfloat16 when the teacher computes in 16 bit."""
+        """The dtype on disk: bfloat16 if the teacher computes in 16 bit, otherwise float32."""
         return torch.float32 if self.spec.dtype == "float32" else torch.bfloat16
 
-    def _fits(self, kept: PackEntry) -> bool:
-        return kept.shape == self.spec.shape and kept.dtype == self._storage
+    def _fits(self, entry: PackEntry) -> bool:
+        return entry.shape == self.spec.shape and entry.dtype == self._storage
 
     def _file(self, number: int) -> Path:
         return self.folder / f"{self._keys[number]}.safetensors"
@@ -84,11 +84,12 @@ class Rollouts:
         ]
 
     def fill(self, work: Work, teacher: Callable[[], Teacher], embed: Embed, purpose: str) -> list[float]:
-        """Generates this rank's share of the missing blocks; returns the seconds per sample of each of them."""
-        if work.stopping:  # before the progress line appears
+        """Generates this rank's share of the missing blocks; returns the seconds per sample of each block."""
+        if work.stopping:  # returns before the progress line appears
             return []
         remove_leftovers(self.folder)
-        # Ranks share all blocks, not only the missing ones: a rank that looks later sees fewer missing.
+        # All blocks are divided between the ranks, not only the missing ones: a rank that looked later would see fewer
+        # missing blocks and divide them differently.
         mine = [number for number in work.share(range(len(self._blocks))) if not self._has(number)]
         seconds_per_sample: list[float] = []
         with self._progress(work, purpose, mine) as advance:
@@ -105,14 +106,14 @@ class Rollouts:
     def fill_together(self, work: Work, teacher: Teacher, embed: Embed, purpose: str) -> None:
         """Like `fill`, with a sharded teacher: all ranks compute equally many blocks, some only to join collectives."""
         missing_here = [number for number in range(len(self._blocks)) if not self._has(number)]
-        missing: list[int] = work.gather(missing_here)[0]  # rank 0's: ranks may see the folder at different times
+        missing: list[int] = work.gather(missing_here)[0]  # rank 0's, because ranks may see different files
         mine = list(work.share(missing))
         with self._progress(work, purpose, mine) as advance:
             for turn in range(work.largest_share(missing)):
                 if work.meet():
                     return
                 number = mine[turn] if turn < len(mine) else missing[0]
-                # No rank stops inside a block: the others would wait for it.
+                # No rank stops inside a block, because the other ranks would wait for it.
                 tensors, _ = self._generate(number, teacher, embed, replace(work, _asked_to_stop=bool))
                 if not all(work.gather(_is_finite(tensors))):
                     self._check(number, tensors)
@@ -163,7 +164,7 @@ class Rollouts:
             observe=observe,
             stopping=lambda: work.stopping,
         )
-        data = tensors["data"] = data.to(self._storage)  # rounded first: the velocities belong to the stored sample
+        data = tensors["data"] = data.to(self._storage)  # rounded, because the velocities must fit the stored sample
         data.sum().item()  # waits for the device
         seconds = time.perf_counter() - start
         for level in range(spec.pairs):
@@ -193,7 +194,7 @@ class Rollouts:
         write_cache_file(self._file(number), save(by_sample))
 
     def open(self) -> Samples:
-        """The samples; call it after all ranks have generated their share."""
+        """Opens the samples, once all ranks have generated their share."""
         deadline = time.monotonic() + _VISIBLE_WITHIN_S
         stored: dict[str, dict[SampleId, PackEntry]] = {name: {} for name in self.tensor_names}
         for number, block in enumerate(self._blocks):
@@ -221,7 +222,7 @@ class Samples:
         return len(self.items)
 
     def data(self, number: int) -> Tensor:
-        """[C, f, h, w] the sample."""
+        """The latent of a sample, [C, f, h, w]."""
         return self._shelves["data"][number].float()
 
     def pair(self, number: int, level: int) -> dict[str, Tensor]:
@@ -243,7 +244,7 @@ class Samples:
 
 
 def points_of_all_levels(samples: Samples, embed: Embed, most: int = 8) -> tuple[Tensor, Tensor, Tensor]:
-    """Some samples at different noise levels: [batch, ...] points, their timesteps, and their text embeddings."""
+    """Some samples with noise of different levels, [batch, ...], their timesteps, and their text embeddings."""
     number = min(len(samples), most)
     items, spec = samples.items[:number], replace(samples.spec, pairs=number, fixed=True)
     sigma = torch.stack([spec.level(*sample_id, level) for level, sample_id in enumerate(items)])
@@ -254,9 +255,10 @@ def points_of_all_levels(samples: Samples, embed: Embed, most: int = 8) -> tuple
 
 
 def _in_blocks(prompts: Sequence[str], numbers: Sequence[int], size: int) -> list[list[SampleId]]:
-    """As few blocks as possible: the full blocks of each number, then the remainders of all numbers.
+    """Divides the samples into as few blocks as possible.
 
-    A full block holds samples of one number, so that prompts or numbers added later leave it unchanged.
+    Full blocks contain samples with the same number, so that they do not change if prompts or numbers are added later.
+    The last blocks contain the remaining samples of all numbers.
     """
     whole = len(prompts) // size * size
     full = [

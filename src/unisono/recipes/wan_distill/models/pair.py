@@ -33,7 +33,7 @@ class ModelPair:
 
     @property
     def is_tiny(self) -> bool:
-        """Whether the teacher is the built-in tiny one."""
+        """Whether the teacher is the built-in tiny model."""
         return str(self.config.teacher_path).lower() == "tiny"
 
     @cached_property
@@ -43,7 +43,7 @@ class ModelPair:
 
     @cached_property
     def teacher_config(self) -> Mapping[str, Any]:
-        """The configuration of the teacher's transformer; two experts share one."""
+        """The configuration of the teacher's transformer, which two experts share."""
         config = transformer_config(self.teacher, part=next(iter(self.teacher.transformers)))
         refuse_channels(config, f"teacher_path {self.config.teacher_path}")
         return config
@@ -75,7 +75,7 @@ class ModelPair:
         if self.parts.kind != "pipeline":
             raise ConfigError(
                 f"{self.parts.path} has a transformer, but no VAE, text encoder and tokenizer in diffusers' layout; "
-                "give --parts_path FOLDER, a Wan model in that layout"
+                "pass --parts_path FOLDER, a Wan model in that layout"
             )
         encoders = FolderEncoders(self.parts, self.teacher_config)
         if self.is_tiny or self.config.text_dtype == "float32":

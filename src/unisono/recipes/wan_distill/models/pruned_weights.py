@@ -31,7 +31,7 @@ class PrunedWeights:
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows `start` to `stop` of a weight; reads no more of the teacher's file than the range they span."""
         weights, plan = self._load()
-        inside = name.partition(".")[2]  # after the name of the student's only transformer
+        inside = name.partition(".")[2]  # the name without that of the student's only transformer
         if plan.random_attention and ".attn" in inside:
             return _random_attention(inside, start, stop, plan)
         layer, units = units_of(inside)
@@ -47,11 +47,11 @@ class PrunedWeights:
 
 def _selected(weights: Weights, name: str, indices: Sequence[list[int] | None], start: int, stop: int) -> Tensor:
     first, *others = indices
-    wanted = range(start, stop) if first is None else first[start:stop]
-    begin, end = wanted[0], wanted[-1] + 1
+    row_indices = range(start, stop) if first is None else first[start:stop]
+    begin, end = row_indices[0], row_indices[-1] + 1
     rows = weights.rows(name, begin, end)
-    if end - begin > len(wanted):
-        rows = rows[torch.tensor(wanted) - begin]
+    if end - begin > len(row_indices):
+        rows = rows[torch.tensor(row_indices) - begin]
     for dimension, kept in enumerate(others, 1):
         if kept is not None:
             rows = rows.index_select(dimension, torch.tensor(kept))
@@ -59,12 +59,12 @@ def _selected(weights: Weights, name: str, indices: Sequence[list[int] | None], 
 
 
 def _adjusted(name: str, rows: Tensor, start: int, plan: PruningPlan) -> Tensor:
-    """Applies the gains: to a norm's own weight, or to the scale after it, which is stored minus 1."""
+    """Applies the gains to a norm's own weight, or to the scale that follows the norm and is stored minus 1."""
     gain, factor = plan.gain, plan.gains.get(name, 1.0) * plan.factor
     if gain != 1.0 and name.endswith(".norm2.weight"):
         factor *= gain
     elif gain != 1.0 and name.endswith(TABLE):
-        # The time embedding is added to the last norm's scale and shift: that part cannot be compensated.
+        # The time embedding is added to the last norm's scale and shift. Its part cannot be compensated.
         scales = list(SCALES if name.startswith("blocks.") else SCALES[:1])
         rows = rows.float()
         rows[:, scales] = (1 + rows[:, scales]) * gain - 1
@@ -76,7 +76,7 @@ def _adjusted(name: str, rows: Tensor, start: int, plan: PruningPlan) -> Tensor:
 
 
 def _random_attention(name: str, start: int, stop: int, plan: PruningPlan) -> Tensor:
-    # Its output layer starts at zero, so that it does not disturb the pruned layers around it.
+    # The output layer of attention starts at zero, so that attention does not disturb the pruned layers around it.
     shape = (plan.random_attention,) * (2 if ".to_" in name and name.endswith(".weight") else 1)
     if ".to_out." in name:
         return torch.zeros(stop - start, *shape[1:])

@@ -27,7 +27,7 @@ _Units = tuple[str | None, ...]
 _OUTSIDE: dict[str, _Units] = {
     "patch_embedding": ("channels", None),
     f"{EMBEDDER}.time_embedder.linear_1": ("time", None),
-    f"{EMBEDDER}.time_embedder.linear_2": ("channels", "time"),  # its output is added to the scale of the last norm
+    f"{EMBEDDER}.time_embedder.linear_2": ("channels", "time"),  # the output is added to the scale of the last norm
     f"{EMBEDDER}.time_proj": ("modulation", "channels"),
     f"{EMBEDDER}.text_embedder.linear_1": ("words", None),
     f"{EMBEDDER}.text_embedder.linear_2": ("text", "words"),
@@ -43,7 +43,7 @@ _INSIDE: dict[str, _Units] = {
 }
 TABLE = "scale_shift_table"
 MODULATIONS = 6  # per block: shift, scale and gate of attention, then those of the feed-forward layer
-SCALES = (1, 4)  # indices of the scales among them
+SCALES = (1, 4)  # indices of the scales among the modulations
 _MAY_DIFFER = (
     *("num_layers", "num_attention_heads", "attention_head_dim", "ffn_dim", "rope_max_seq_len", "eps", "qk_norm"),
 )
@@ -51,14 +51,16 @@ _MAY_DIFFER = (
 
 @dataclass(frozen=True)
 class PruningPlan:
-    """Which of the teacher's weights a student takes; plain lists and numbers, stored as JSON in the run folder."""
+    """The teacher's weights that a student starts from; plain lists and numbers, stored as JSON in the run folder."""
 
     layers: list[int]
     """For each of the student's layers, the index of the teacher's."""
     kept: dict[str, list[int]]
-    """Indices of the units that the student takes, where it does not take all: channels, text, words and time (the
-    hidden layers of both embeddings), and per layer of the teacher `5.ffn` (neurons), `5.attn1` and `5.attn2`
-    (positions in heads).
+    """Indices of the units that the student takes, by kind. Kinds of which it takes all units are missing.
+
+    The kinds are channels, text, words and time (the last two are the hidden layers of the embeddings). Each layer of
+    the teacher has kinds of its own: those of layer 5 are `5.ffn` (neurons), `5.attn1` and `5.attn2` (positions in
+    heads).
     """
     gain: float = 1.0
     """Factor on the output of each norm of the residual stream, to compensate for averaging over fewer channels."""
@@ -141,7 +143,10 @@ def check_plan(teacher: Mapping[str, Any], student: Mapping[str, Any], layers: s
 def _energies(
     weights: Weights, layers: Sequence[int], narrower: set[str]
 ) -> tuple[_Energy, _Energy, dict[str, tuple[str, Tensor]]]:
-    """Squared weights that write into each unit, that read from it, and the former per norm of queries or keys."""
+    """The sum of the squared weights that write into each unit, and of those that read from it.
+
+    Also returns the first of these sums, with its key, for each norm of queries or keys.
+    """
     into: _Energy = {}
     out: _Energy = {}
     normed: dict[str, tuple[str, Tensor]] = {}
@@ -151,7 +156,7 @@ def _energies(
             continue
         squares = weights.tensor(name, torch.float32).flatten(1).square()
         for side, unit, sums in zip((1, 0), units, (into, out), strict=True):
-            # The time embedding's output is not part of the residual stream, it only has the same width.
+            # The time embedding's output is not part of the residual stream, although it has the same width.
             if unit not in narrower or (unit == "channels" and name.startswith(EMBEDDER)):
                 continue
             energy, key = squares.sum(side, dtype=torch.float64), unit_key(layer, unit)
@@ -162,11 +167,12 @@ def _energies(
 
 
 def _gain(energy: Tensor, kept: Sequence[int]) -> float:
-    """The factor that compensates for a norm over the kept units, which divides by their size instead of that of all.
+    """The factor on a norm's output that compensates for the norm being computed over the kept units only.
 
-    Sums over fewer units are not compensated, on purpose: factors of √(all / kept), which keep the size of such sums,
-    and of all / kept, which keep their mean, gave students further from a trained teacher, at the start (error 0.92 and
-    1.63; without a factor 0.75) and after 100 steps (0.20 and 0.25; 0.17; random weights 0.39).
+    Sums over fewer units are deliberately not compensated. Two factors were tried: √(all / kept) preserves the size of
+    such sums, and all / kept their mean. Both gave students further from a trained teacher than no factor: an error of
+    0.92 and 1.63 instead of 0.75 at the start, and of 0.20 and 0.25 instead of 0.17 after 100 steps (0.39 with random
+    weights).
     """
     root = float((energy[kept].mean() / energy.mean()).sqrt()) if energy.any() else 1.0
     return root or 1.0
@@ -227,22 +233,22 @@ def _check(teacher: Mapping[str, Any], student: Mapping[str, Any]) -> None:
         raise ConfigError("the teacher is an image-to-video model (image_dim), which wan-distill does not support")
 
 
-def _layers(setting: str, available: int, wanted: int, importance: Sequence[float] | None) -> list[int]:
+def _layers(setting: str, available: int, count: int, importance: Sequence[float] | None) -> list[int]:
     if setting == "even":
-        if wanted == 1:
+        if count == 1:
             return [0]
-        return [(2 * layer * (available - 1) + wanted - 1) // (2 * (wanted - 1)) for layer in range(wanted)]
+        return [(2 * layer * (available - 1) + count - 1) // (2 * (count - 1)) for layer in range(count)]
     if setting == "importance":
         if importance is None or len(importance) != available or not all(map(math.isfinite, importance)):
             raise ConfigError(f"layers importance needs a finite number for each of the teacher's {available} layers")
-        return sorted(sorted(range(available), key=lambda layer: -importance[layer])[:wanted])
+        return sorted(sorted(range(available), key=lambda layer: -importance[layer])[:count])
     try:
         chosen = [int(number) for number in setting.split(",")]
     except ValueError:
         raise ConfigError(f"layers {setting}: expected even, importance, or numbers such as 0,3,5") from None
-    if len(chosen) != wanted or sorted({*chosen}) != chosen or chosen[0] < 0 or chosen[-1] >= available:
+    if len(chosen) != count or sorted({*chosen}) != chosen or chosen[0] < 0 or chosen[-1] >= available:
         raise ConfigError(
-            f"layers {setting}: the student has {wanted} layers; expected {wanted} different numbers from 0 to "
+            f"layers {setting}: the student has {count} layers; expected {count} different numbers from 0 to "
             f"{available - 1}, in ascending order"
         )
     return chosen
@@ -268,7 +274,7 @@ def _summary(
 
 @torch.no_grad()
 def measured_importance(transformer: nn.Module, latents: Tensor, times: Tensor, text: Tensor) -> list[float]:
-    """How much each block changes its input: 1 - cosine of input and output, mean over tokens and samples."""
+    """Measures how much each block changes its input: 1 - cosine of input and output, mean over tokens and samples."""
     importance: list[float] = []
 
     def measure(block: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Random initial weights of a student: the distributions of Wan's own training, the same on every machine."""
+"""Draws random initial weights of a student, from the distributions of Wan's own training, equal on every machine."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ def initialise_randomly(transformer: nn.Module, seed: int) -> None:
 
 
 def random_rows(name: str, shape: Sequence[int], start: int, stop: int, seed: int) -> Tensor:
-    """Random rows of a weight: Xavier for layers, small embeddings, and an output layer of zeros."""
+    """Random rows of a weight: Xavier-initialised layers, small embeddings, and zeros for the output layer."""
     fan_in = math.prod(shape[1:])
     if name.endswith(".bias") or name.startswith("proj_out."):
         return torch.zeros(stop - start, *shape[1:])
     if len(shape) == 1:
-        return torch.ones(stop - start)  # a norm
+        return torch.ones(stop - start)  # the weight of a norm
     if name.endswith("scale_shift_table"):
         std = shape[-1] ** -0.5
     elif "time_embedder." in name or "text_embedder." in name:
         std = 0.02
     else:
         std = math.sqrt(2 / (shape[0] + fan_in))
-    # Uniform numbers even where Wan used normal ones: machines round the logarithm of a normal number differently.
+    # Uniform numbers, even where Wan used normal ones: those need a logarithm, which machines round differently.
     bits = random_bits(key_of(Purpose.WEIGHTS, seed, crc32(name.encode())), torch.arange(start * fan_in, stop * fan_in))
     weights: Tensor = (to_unit(bits, torch.float32) - 0.5) * (std * math.sqrt(12))
     return weights.view(stop - start, *shape[1:])

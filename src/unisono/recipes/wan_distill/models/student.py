@@ -47,11 +47,11 @@ class Student:
     pixels: int | None = None
     """Side of the square images to train on."""
     text_tokens: int | None = None
-    """Prompts are truncated to this many tokens; zeros follow up to the teacher's text length."""
+    """Prompts are truncated to this many tokens, and then padded with zeros to the teacher's text length."""
     factor: float = 1.0
     """Factor on weights taken from the teacher."""
     remarks: tuple[str, ...] = ()
-    """Messages for the user about keys that mean something else than in other scripts."""
+    """Notes for the user about keys that have a different meaning than in other scripts."""
 
 
 def student_of(path: str | None, teacher: Mapping[str, Any], spatial_factor: int) -> Student:
@@ -91,7 +91,7 @@ def complete_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _vocabulary(values: Mapping[str, Any], where: str, theirs: list[str]) -> bool:
-    """Whether the keys are those of a student_config (else they are diffusers'); `patch_size` is in both."""
+    """Whether the keys are those of a student_config and not diffusers' arguments; `patch_size` is in both."""
     for name in values:
         if name not in _KEYS and name not in theirs:
             hint = did_you_mean(name, [*_KEYS, *theirs])
@@ -150,8 +150,8 @@ def _from_keys(values: Mapping[str, Any], where: str, teacher: Mapping[str, Any]
         "every block, so that diffusers loads it",
         f"image_size {side}, patch_size {pixels_per_token}: images of {side} × {side} pixels are "
         f"{tokens} × {tokens} tokens",
-        f"text_max_length {values['text_max_length']}: longer prompts are truncated; zeros follow up to the teacher's "
-        "text length, as in WanPipeline",
+        f"text_max_length {values['text_max_length']}: prompts are truncated to this many tokens and padded with zeros "
+        "to the teacher's text length, as in WanPipeline",
     ]
     if factor != 1:
         remarks.append(f"projection_factor {factor:g}: multiplies all weights taken from the teacher")

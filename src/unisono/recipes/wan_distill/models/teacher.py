@@ -1,4 +1,4 @@
-"""The teacher: a frozen Wan model with classifier-free guidance, in as little memory as the settings ask for."""
+"""The teacher: a frozen Wan model with classifier-free guidance; its weights may be offloaded or sharded."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Guidance(NamedTuple):
 
     high: float
     low: float
-    """Equal to high unless there are two experts."""
+    """Scale of the low-noise expert; equal to `high` unless there are two experts."""
 
     def at(self, sigma: Tensor, boundary: float | None) -> Tensor:
-        """[batch] the scale at each noise level."""
+        """The scale at each noise level, [batch]."""
         low = self.high if boundary is None else self.low
         return torch.where(sigma >= (boundary or 0.0), self.high, low).to(sigma.dtype)
 
@@ -39,7 +39,7 @@ class Teacher:
     """A Wan model that computes the guided velocity Tʷ = u + w (c − u)."""
 
     def __init__(self, experts: Experts, guidance: Guidance, dtype: torch.dtype, *, is_sharded: bool = False) -> None:
-        """`is_sharded`: each rank holds a shard of the weights, so all ranks must compute together."""
+        """`is_sharded`: whether each rank holds only a shard of the weights, so that all must compute together."""
         self.experts, self.guidance, self.dtype, self.is_sharded = experts, guidance, dtype, is_sharded
         self.places_itself = False  # True when offloaded: blocks move to the device when they are needed
 
@@ -51,7 +51,7 @@ class Teacher:
 
     @property
     def _is_plain(self) -> bool:
-        """Whether no level is guided. Uses Python numbers: reading a tensor would make every step wait for the GPU."""
+        """Whether no noise level is guided; decided on Python numbers, because reading a tensor waits for the GPU."""
         return self.guidance.high == 1 and (self.experts.boundary is None or self.guidance.low == 1)
 
     @torch.no_grad()
@@ -100,7 +100,7 @@ def build_on_meta(folder: WanFolder, dtype: torch.dtype, *, is_sharded: bool = F
 
 
 def is_offloaded(folder: WanFolder, dtype_name: str, strategy: str, device: str, base_precision: str) -> bool:
-    """Whether the weights stay in host memory; the same on all devices of a kind, however full they are."""
+    """Whether the weights stay in host memory. Free memory has no influence, so all devices of a kind choose alike."""
     if torch.device(device).type != "cuda" or strategy in ("gpu", "gpu0"):
         return False
     if strategy == "cpu":
@@ -122,7 +122,7 @@ def load_teacher(
     compiled: bool,
     base_precision: str = "auto",
 ) -> tuple[Teacher, str]:
-    """The teacher with its weights, and a line that says how much memory they take, and where."""
+    """Loads the teacher; also returns a line that describes the size and the place of its weights."""
     dtype, offloaded = dtype_of(dtype_name, device), is_offloaded(folder, dtype_name, strategy, device, base_precision)
     teacher = Teacher(build_on_meta(folder, dtype), guidance, dtype)
     number = sum(it.numel() for it in teacher.experts.parameters())

@@ -1,7 +1,7 @@
-"""The tiny teacher for trying things out: `unisono train wan-flow` trains it once.
+"""The tiny teacher, for trying out the recipe: `unisono train wan-flow` trains it once.
 
-Its folder is in $UNISONO_CACHE, or in the user's cache folder, under a hash of how it is trained. A process that is
-killed while training it continues from its checkpoint the next time.
+Its folder is in $UNISONO_CACHE or the user's cache folder; the folder's name is a hash of the training settings. If the
+training is killed, the next run continues it from its checkpoint.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ die_with_parent()
 from unisono.cli.main import program
 program()
 """
-_STEPS_VARIABLE = "UNISONO_TINY_TEACHER_STEPS"  # for tests: a run too short to learn anything
+_STEPS_VARIABLE = "UNISONO_TINY_TEACHER_STEPS"  # tests set it for a run that is too short to learn
 
 
 def folder_of(cache: Path | None = None) -> Path:
@@ -61,7 +61,8 @@ def make(work: Work, cache: Path | None = None) -> None:
     if (pipeline / "model_index.json").is_file():
         return
     work.message(
-        f"training the tiny teacher (unisono train wan-flow --model_config tiny), once, a few minutes, in {folder}"
+        f"training the tiny teacher (unisono train wan-flow --model_config tiny) in {folder}: this happens once and "
+        "takes a few minutes"
     )
     steps = int(os.environ.get(_STEPS_VARIABLE) or str(TINY["max_steps"]))
     with work.progress("training the tiny teacher", steps, "steps") as advance:
@@ -92,14 +93,14 @@ def _newest_step(run: Path) -> int:
 
 
 def _run_unisono(folder: Path, arguments: list[str], lock: int, work: Work, show_progress: Callable[[], None]) -> bool:
-    """Runs a unisono command and shows its progress; False when it was stopped and will continue later."""
+    """Runs a unisono command and shows its progress; returns False if it was stopped, to be continued later."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHER_VARIABLES)}
-    # For `die_with_parent`, in case this process dies before the child calls it.
+    # Read by `die_with_parent`, in case this process dies before the child calls it.
     environment[LAUNCHER_PID] = str(os.getpid())
     command = [sys.executable, "-c", _PROGRAM, *arguments]
     with (folder / "log.txt").open("ab") as log:
         streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
-        # The child dies with this process and holds the lock too: no one else starts before it has really ended.
+        # The child is killed when this process dies. It holds the lock too, so no other process starts before it ends.
         child = subprocess.Popen(command, env=environment, pass_fds=[lock], **streams)
         while child.poll() is None:
             time.sleep(_POLL_EVERY_S)

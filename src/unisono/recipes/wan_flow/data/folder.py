@@ -10,6 +10,7 @@ from torch import Tensor
 
 from unisono.engine.recipe import Work
 from unisono.errors import ConfigError
+from unisono.formatting import format_count
 from unisono.recipes.common.streams import VIDEO_SUFFIXES
 from unisono.recipes.wan.data.cache import Cache, CacheSettings
 from unisono.recipes.wan.data.cached import CachedSamples, ShapedSamples
@@ -64,8 +65,10 @@ class FolderData:
             source.media is not None and source.media.suffix.lower() in VIDEO_SUFFIXES for source in sources
         )
         if num_videos and self._config.num_frames == 1:
-            videos = "1 video gives" if num_videos == 1 else f"{num_videos:,} videos give"
-            self.remarks.append(f"{path}: {videos} a single frame only (--num_frames 1); use 5, 9, 13, … for more")
+            videos = format_count(num_videos, "video")
+            self.remarks.append(
+                f"{path}: --num_frames 1 uses a single frame of each video ({videos}); use 5, 9, 13, … for more"
+            )
         return sources
 
     def _index(self, sources: list[Source], folder: Path, prompts: Sequence[str]) -> Cache | SampleSizes:
@@ -102,7 +105,7 @@ class FolderData:
             )
 
     def _open(self, split: str) -> CachedSamples | UncachedSamples:
-        # Only once: opening a million samples takes a while, and every preview needs some.
+        # Opens the samples only once: that takes a while for a million samples, and every preview needs some of them.
         if split not in self._opened:
             self._opened[split] = data = self._indices[split].open(self._config.leave_out_bad)
             self.remarks += [remark for remark in data.remarks if remark not in self.remarks]
@@ -113,6 +116,6 @@ class FolderData:
         return max(self._encoders.geometry.tokens(shape) for shape in self._open("train").distinct_shapes)
 
     def text(self, caption: str) -> Tensor | None:
-        """[text length, width] the cached text embedding of a caption; None without a cache."""
+        """The cached text embedding of a caption, [text length, width]; None without a cache."""
         cache = self._indices["train"]
         return cache.text(caption) if isinstance(cache, Cache) else None

@@ -57,7 +57,7 @@ class ShapesData:
         return geometry.tokens((0, 1 + shapes.num_frames // geometry.temporal_factor, side, side))
 
     def text(self, caption: str) -> Tensor:
-        """[text length, width] the text embedding of a caption."""
+        """The text embedding of a caption, [text length, width]."""
         return self._embeddings({caption})[caption]
 
     def _embeddings(self, captions: set[str]) -> dict[str, Tensor]:

@@ -32,9 +32,9 @@ from unisono.recipes.seo.data.ranking_sets.ranking import Ranking
 PACKAGES_FILE = "debian-packages.jsonl.gz"
 
 MIN_LENGTH = 300
-"""In characters; shorter descriptions add little to the synopsis."""
+"""Minimum length of a description in characters; shorter ones add little to the synopsis."""
 
-_SAME = 200  # in characters; of packages whose descriptions begin alike (libfoo1, libfoo-dev), only one is used
+_SAME = 200  # in characters; packages whose descriptions begin alike (libfoo1, libfoo-dev) count as one
 _TIMEOUT_S = 600
 _WORD = re.compile(r"\w+")
 # Disables the programs that the system runs after it updates its own package lists.
@@ -146,7 +146,7 @@ def _run_apt(own: Path) -> None:
 
 
 def _chosen(lists: Path) -> list[Package]:
-    """The packages with a long enough description that does not begin like another one, sorted by name."""
+    """The packages whose description is long enough and does not begin like another description, sorted by name."""
     sections: dict[str, str] = {}
     described: dict[str, tuple[str, str]] = {}
     for path in sorted(lists.glob("*_Packages")):

@@ -151,10 +151,10 @@ def _of(
     return Judgements(queries[rows], pages[rows], grades[rows])
 
 
-def _counted(texts: Iterator[str], wanted: int, files: tuple[Path, ...]) -> Iterator[tuple[int, str]]:
+def _counted(texts: Iterator[str], expected: int, files: tuple[Path, ...]) -> Iterator[tuple[int, str]]:
     number = -1
     for number, text in enumerate(texts):
         yield number, text
-    if number + 1 != wanted:
+    if number + 1 != expected:
         names = ", ".join(str(file) for file in files[:3])
         raise ConfigError(one_line(f"{names}: changed while it was being read; start again"))
