@@ -122,6 +122,12 @@ class DDP(Strategy):
                 parameter.grad = parameter.grad.clone()  # type: ignore[union-attr]
         self._wrapped(_touch).backward()
 
+    def gradients(self) -> list[Tensor]:
+        """The averaged gradients; averages those in host memory now, because DDP does not know them."""
+        if self._on_host is not None and self.placement.world > 1:
+            self._on_host.average(self.placement.world)
+        return super().gradients()
+
     def _observe_order(self) -> None:
         """Records the order in which gradients become ready in the first backward pass: the best one for buckets."""
         self._has_observed = True
@@ -139,8 +145,12 @@ class DDP(Strategy):
         if not self._hooks:
             return super().without_gradient()
         # Before the first backward pass all weights may have a gradient of zeros, in the buckets.
-        arrived = {id(parameter) for parameter in self._arrivals}
-        return [name for name, parameter in self.parameters if id(parameter) not in arrived]
+        without = set(self._trained).difference(self._arrivals)
+        return [
+            name
+            for name, parameter in self.parameters
+            if parameter in without or (parameter.grad is None and parameter not in self._arrivals)
+        ]
 
     def _fix_buckets_keeping_gradients(self) -> None:
         arrived = self._arrivals
