@@ -74,7 +74,8 @@ class Ema(Average):
     def update(self, updates: int) -> None:
         """Moves the average towards the weights, in one kernel for all of them on the device."""
         amount = 1 - self.decay(updates)
-        torch._foreach_lerp_(self._resident_averages, self._resident_weights, amount)
+        if self._resident_averages:
+            torch._foreach_lerp_(self._resident_averages, self._resident_weights, amount)
         if self._on_host is not None:
             self._on_host.move_averages(amount)
 

@@ -7,6 +7,7 @@ only permanent one. Frozen weights never change; trained ones are changed on the
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -97,7 +98,8 @@ class Slot:
     """A buffer on the device that holds the weights of one block at a time."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
-        self.flat = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        with hidden_from_modes():
+            self.flat = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         self.holder: int | None = None
         self.version = 0  # of the weights when they were copied
         self.last_use = 0
@@ -122,7 +124,8 @@ class Transfers:
 
     def start(self, source: Tensor, slot: Slot, offset: int = 0, after: Any = None) -> None:
         """Starts to copy host memory into a slot; `after`: what `write` returned when the source was written."""
-        slot.flat[offset:][: len(source)].copy_(source)
+        with hidden_from_modes():
+            slot.flat[offset:][: len(source)].copy_(source)
 
     def wait(self, slot: Slot) -> None:
         """Makes the computation that is launched next wait for the copy into the slot."""
@@ -159,7 +162,7 @@ class CudaTransfers(Transfers):
         for event in (slot.written, after):
             if event is not None:
                 self._in.wait_event(event)
-        with torch.cuda.stream(self._in):
+        with torch.cuda.stream(self._in), hidden_from_modes():
             slot.flat[offset:][: len(source)].copy_(source, non_blocking=True)
             slot.ready.record(self._in)
 
@@ -189,6 +192,15 @@ class CudaTransfers(Transfers):
         """Makes the current stream and later copies from the host wait for all copies to the host."""
         torch.cuda.current_stream(self._device).wait_stream(self._out)
         self._in.wait_stream(self._out)
+
+
+def hidden_from_modes() -> AbstractContextManager[None]:
+    """A context whose operations torch's dispatch modes do not see.
+
+    Selective activation checkpointing expects the same operations when it recomputes a block, but which copies start
+    then depends on which blocks are on the device.
+    """
+    return torch._C._DisableTorchDispatch()  # type: ignore[attr-defined,no-any-return]
 
 
 def transfers_to(device: torch.device) -> Transfers:
