@@ -1,4 +1,4 @@
-"""`--blocks_on_host` in a full fine-tune: weights, gradients and optimizer state wait on the host; nothing else changes."""
+"""`--blocks_on_host` in a full fine-tune: weights, gradients and optimizer state wait on the host; equal results."""
 
 from __future__ import annotations
 
@@ -69,15 +69,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
 
 def assert_identical(run: Outcome, reference: Outcome) -> None:
     assert "error" not in run.main, run.main
-    assert run.losses().tolist() == reference.losses().tolist() and len(run.losses()) == COMMON["max_steps"]
-    assert [line["grad_norm"] for line in run.steps()] == [line["grad_norm"] for line in reference.steps()] or any(
-        line["grad_norm"] != line["grad_norm"] for line in reference.steps()
-    )
+    for name in ("loss", "grad_norm"):  # as text, because a number that is not a number differs from itself
+        numbers = [repr(line[name]) for line in run.steps()]
+        assert numbers == [repr(line[name]) for line in reference.steps()] and len(numbers) == COMMON["max_steps"]
     for prefix in ("model.", "optimizer.", "ema."):
         assert identical(run.weights(prefix=prefix), reference.weights(prefix=prefix)), prefix
-    assert [line["eval/loss"] for line in run.evaluations()] == [
-        line["eval/loss"] for line in reference.evaluations()
-    ]
+    assert [line["eval/loss"] for line in run.evaluations()] == [line["eval/loss"] for line in reference.evaluations()]
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -99,7 +96,8 @@ def test_a_run_resumes_with_another_number_of_trained_blocks_on_the_host(runs: d
 
 def test_a_run_resumes_under_fsdp_and_back(runs: dict[str, Outcome]) -> None:
     reference = runs[f"{next(iter(KINDS))} 0"]
-    torch.testing.assert_close(runs["resumed fsdp"].losses(), reference.losses(), rtol=1e-5, atol=1e-6)
+    losses = runs["resumed fsdp"].losses(), reference.losses()
+    torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-6, equal_nan=True)
     back = runs["from fsdp"]
     assert "error" not in back.main
     assert identical(back.weights(prefix="ema."), runs["resumed fsdp"].weights(prefix="ema."))
@@ -217,9 +215,7 @@ class Training:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("recompute", [False, True])
-def test_steps_equal_those_without_swapping(
-    device: str, recompute: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_equal_those_without_swapping(device: str, recompute: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     width = 24 if device == "cpu" else 1024
     for num_bytes in (1, 10 * width * width):  # a part for each weight, and several weights in a part
         monkeypatch.setattr(streamed_update, "_PART_BYTES", num_bytes)

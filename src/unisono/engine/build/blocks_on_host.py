@@ -61,25 +61,20 @@ def plan_blocks_on_host(
     return SwapPlan(sizes, chosen, [_remark(sizes, placement, is_auto=requested == "auto")])
 
 
-def _movable(
-    model: nn.Module, blocks: Sequence[nn.Module], settings: Settings
-) -> tuple[list[nn.Module], BlocksOnHost]:
+def _movable(model: nn.Module, blocks: Sequence[nn.Module], settings: Settings) -> tuple[list[nn.Module], BlocksOnHost]:
     """The blocks that can wait in host memory, and their sizes.
 
     What takes more memory is moved: the frozen weights of a LoRA's base, and everything in a full fine-tune.
     """
     frozen, trained = frozen_bytes(model, blocks), trained_bytes(model, blocks)
-    is_trained = sum(trained) > sum(frozen)
+    if sum(trained) <= sum(frozen):
+        numbers = [number for number, size in enumerate(frozen) if size]
+        return [blocks[number] for number in numbers], BlocksOnHost([frozen[number] for number in numbers], NUM_SLOTS)
+    numbers = [number for number, size in enumerate(trained) if size]
     per_weight = 2 + state_per_weight(settings) + (settings.ema.ema_decay > 0)
-    moved = [one + int(per_weight * two) if is_trained else one for one, two in zip(frozen, trained, strict=True)]
-    slots = [one + 2 * two for one, two in zip(frozen, trained, strict=True)]
-    numbers = [number for number, size in enumerate(trained if is_trained else frozen) if size]
-    sizes = BlocksOnHost(
-        [moved[number] for number in numbers],
-        NUM_SLOTS,
-        slot_bytes=[slots[number] for number in numbers] if is_trained else None,
-    )
-    return [blocks[number] for number in numbers], sizes
+    moved = [frozen[number] + int(per_weight * trained[number]) for number in numbers]
+    computing = [frozen[number] + 2 * trained[number] for number in numbers]
+    return [blocks[number] for number in numbers], BlocksOnHost(moved, NUM_SLOTS, slot_bytes=computing)
 
 
 def _fewest_that_fit(model: nn.Module, sizes: BlocksOnHost, settings: Settings, placement: Placement) -> BlocksOnHost:

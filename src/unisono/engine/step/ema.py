@@ -92,8 +92,8 @@ class Ema(Average):
 
     @property
     def num_bytes(self) -> int:
-        """The memory of the averages on the device."""
-        return sum(average.nbytes for average in self._resident_averages)
+        """The memory of the averages."""
+        return sum(average.nbytes for average in self._averages)
 
     def _complete(self) -> None:
         if self._on_host is not None:

@@ -53,14 +53,14 @@ class HostGradients:
             slot = self._take()
             self._transfers.reuse(slot)
         totals = [extract.of(slot.flat) for extract in memory.extracts]
+        new, added = list[tuple[Tensor, Tensor]](), list[tuple[Tensor, Tensor]]()
         for weight, total, gradient, view in zip(weights, totals, gradients, memory.views, strict=True):
-            if gradient is None:
-                continue
-            if weight.grad is None:
-                total.copy_(gradient)
+            if gradient is not None:
+                (new if weight.grad is None else added).append((total, gradient))
                 weight.grad = view
-            else:
-                total.add_(gradient)
+        for pairs, combine in ((new, torch._foreach_copy_), (added, torch._foreach_add_)):
+            if pairs:
+                combine(*(list(tensors) for tensors in zip(*pairs, strict=True)))
         self._store(number, slot, totals)
 
     def average(self, world: int) -> None:

@@ -200,7 +200,7 @@ def hidden_from_modes() -> AbstractContextManager[None]:
     Selective activation checkpointing expects the same operations when it recomputes a block, but which copies start
     then depends on which blocks are on the device.
     """
-    return torch._C._DisableTorchDispatch()  # type: ignore[attr-defined,no-any-return]
+    return torch._C._DisableTorchDispatch()
 
 
 def transfers_to(device: torch.device) -> Transfers:

@@ -158,9 +158,7 @@ class StreamedUpdate:
             torch._foreach_lerp_(views["average"], views["values"], self._due)
 
     @torch.no_grad()
-    def _streamed(
-        self, with_average: bool, *, with_state: bool
-    ) -> Iterator[tuple[_Part, dict[str, list[Tensor]]]]:
+    def _streamed(self, with_average: bool, *, with_state: bool) -> Iterator[tuple[_Part, dict[str, list[Tensor]]]]:
         """Yields each part with its tensors on the device; copies them back when the caller continues."""
         jobs = [(part, self._ranges(part, with_average, with_state)) for part in self._parts]
         size = max(_end_of(ranges) for _, ranges in jobs)
@@ -215,10 +213,10 @@ def _attached(part: _Part, views: dict[str, list[Tensor]], states: States) -> It
                 if states[weight][slot] is not value:  # the optimizer has created it anew
                     value.copy_(states[weight][slot])
                 states[weight][slot] = at_rest
-        for weight, host, gradient in zip(part.weights, part.at_rest, gradients, strict=True):
+        for weight, host, gradient_at_rest in zip(part.weights, part.at_rest, gradients, strict=True):
             weight.grad = None
             weight.data = host
-            weight.grad = gradient
+            weight.grad = gradient_at_rest
 
 
 def _divided(weights: Sequence[Tensor]) -> list[tuple[int, int]]:

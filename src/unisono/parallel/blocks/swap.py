@@ -275,9 +275,7 @@ class BlockSwap:
             self._copy_ahead()
 
 
-def movable_owners(
-    model: nn.Module, blocks: Sequence[nn.Module], *, trained: bool
-) -> dict[nn.Module, list[Owner]]:
+def movable_owners(model: nn.Module, blocks: Sequence[nn.Module], *, trained: bool) -> dict[nn.Module, list[Owner]]:
     """The frozen weights of each block that can wait in host memory; `trained`: also the trained ones.
 
     Excludes tensor subclasses, and weights that anything else uses too: other blocks, other parts of the model.
