@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ from unisono.engine.step.ema import Ema
 from unisono.engine.step.optimizer_wrapper import OptimizerWrapper
 from unisono.errors import ConfigError, UnisonoError
 from unisono.parallel.blocks import streamed_update
+from unisono.parallel.blocks import swap as swap_module
 from unisono.parallel.blocks.gradients import HostGradients
 from unisono.parallel.blocks.repeated import recompute_activations
+from unisono.parallel.blocks.staging import Slot, Transfers
 from unisono.parallel.blocks.streamed_update import StreamedUpdate
 from unisono.parallel.blocks.swap import BlockSwap
 from unisono.parallel.strategy import local_norm
@@ -230,6 +233,53 @@ def test_steps_equal_those_without_swapping(device: str, recompute: bool, monkey
             assert len(waiting) == 7 * num
 
 
+class LateTransfers(Transfers):
+    """Copies as late as side streams could: to a slot when the computation waits, to the host when something does."""
+
+    def __init__(self) -> None:
+        self.to_device: dict[int, list[tuple[Tensor, int]]] = {}
+        self.to_host: list[tuple[Slot, Tensor, int]] = []  # in the order of the stream
+
+    def start(self, source: Tensor, slot: Slot, offset: int = 0, after: Any = None) -> None:
+        self._write_until(lambda job: job[0] is slot or job[1] is after)
+        slot.flat[offset:][: len(source)].fill_(0xFF)  # not a number
+        self.to_device.setdefault(slot.address, []).append((source, offset))
+
+    def wait(self, slot: Slot) -> None:
+        for source, offset in self.to_device.pop(slot.address, []):
+            slot.flat[offset:][: len(source)].copy_(source)
+
+    def reuse(self, slot: Slot) -> None:
+        self._write_until(lambda job: job[0] is slot)
+
+    def write(self, slot: Slot, target: Tensor, offset: int = 0) -> Any:
+        target.fill_(0xFF)
+        self.to_host.append((slot, target, offset))
+        return target
+
+    def finish(self) -> None:
+        self._write_until(lambda _: True)
+
+    def _write_until(self, is_awaited: Callable[[tuple[Slot, Tensor, int]], bool]) -> None:
+        """Copies everything up to the last job that is waited for."""
+        last = max((number for number, job in enumerate(self.to_host) if is_awaited(job)), default=-1)
+        for slot, target, offset in self.to_host[: last + 1]:
+            target.copy_(slot.flat[offset:][: len(target)])
+        del self.to_host[: last + 1]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_every_copy_is_waited_for(recompute: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streamed_update, "_PART_BYTES", 1)
+    plain = Training(0, "cpu", 8, recompute=recompute)
+    monkeypatch.setattr(swap_module, "transfers_to", lambda device: LateTransfers())
+    swapped = Training(6, "cpu", 8, recompute=recompute)
+    for settings in ({}, {"nan": True}, {"micro_batches": 1}, {"use_all": False}, {"micro_batches": 3}):
+        plain.step(**settings)
+        swapped.step(**settings)
+    assert identical(swapped.state(), plain.state())
+
+
 def test_unused_weights_keep_no_gradient_and_do_not_decay() -> None:
     training = Training(6, "cpu", 8, recompute=False)
     before = training.state()
@@ -255,6 +305,20 @@ def test_the_gradient_buffers_are_two_however_many_blocks_and_micro_batches() ->
     for _ in range(2):
         training.step(micro_batches=3)
     assert training.host_gradients is not None and len(training.host_gradients._free) == 2
+    assert training.swap is not None and len(training.swap._slots) == 2
+
+
+def test_the_norm_does_not_read_gradients_in_host_memory_again() -> None:
+    training = Training(6, "cpu", 8, recompute=False)
+    x = torch.ones(7, 8)
+    for block in training.model:
+        x = block(x)
+    x.sum().backward()
+    gradients = [weight.grad for _, weight in training.parameters if weight.grad is not None]
+    expected = local_norm(gradients, training.device)
+    for gradient in gradients:  # as if the copies had not arrived yet
+        gradient.fill_(torch.nan)
+    assert torch.equal(local_norm(gradients, training.device, training.host_gradients), expected)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
