@@ -58,9 +58,10 @@ class HostGradients:
             if gradient is not None:
                 (new if weight.grad is None else added).append((total, gradient))
                 weight.grad = view
-        for pairs, combine in ((new, torch._foreach_copy_), (added, torch._foreach_add_)):
-            if pairs:
-                combine(*(list(tensors) for tensors in zip(*pairs, strict=True)))
+        if new:
+            torch._foreach_copy_([total for total, _ in new], [gradient for _, gradient in new])
+        if added:
+            torch._foreach_add_([total for total, _ in added], [gradient for _, gradient in added])
         self._store(number, slot, totals)
 
     def average(self, world: int) -> None:
