@@ -36,7 +36,7 @@ def plan_blocks_on_host(
 
     Raises ConfigError if the model has too few such blocks, or if host memory is too small.
     """
-    candidates, sizes = _movable(model, blocks, settings)
+    candidates, sizes = movable_blocks(model, blocks, settings)
     requested = settings.parallel.blocks_on_host
     if requested == 0:
         return SwapPlan(sizes, [])
@@ -61,7 +61,9 @@ def plan_blocks_on_host(
     return SwapPlan(sizes, chosen, [_remark(sizes, placement, is_auto=requested == "auto")])
 
 
-def _movable(model: nn.Module, blocks: Sequence[nn.Module], settings: Settings) -> tuple[list[nn.Module], BlocksOnHost]:
+def movable_blocks(
+    model: nn.Module, blocks: Sequence[nn.Module], settings: Settings
+) -> tuple[list[nn.Module], BlocksOnHost]:
     """The blocks that can wait in host memory, and their sizes.
 
     What takes more memory is moved: the frozen weights of a LoRA's base, and everything in a full fine-tune.
