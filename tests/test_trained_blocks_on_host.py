@@ -161,7 +161,7 @@ class Block(nn.Module):
 class Training:
     """A few blocks and what trains them, as the engine does: `num` blocks on the host."""
 
-    def __init__(self, num: int, device: str, width: int, *, recompute: bool, optimizer: str = "adamw") -> None:
+    def __init__(self, num: int, device: str, width: int, *, recompute: bool, compiles: bool = False) -> None:
         torch.manual_seed(0)
         self.device = torch.device(device)
         self.model = nn.ModuleList(Block(width) for _ in range(6))
@@ -170,14 +170,14 @@ class Training:
         if self.swap is None:
             self.model.to(self.device)
         else:
-            self.swap.attach(blocks, compiles=False)
+            self.swap.attach(blocks, compiles=compiles)
             with self.swap.set_aside():
                 self.model.to(self.device)
         for block in blocks if recompute else ():
             recompute_activations(block)
         self.parameters = list(self.model.named_parameters())
         update = StreamedUpdate(self.swap) if self.swap else None
-        settings = OptimSettings(optimizer=optimizer, learning_rate=1e-2)
+        settings = OptimSettings(learning_rate=1e-2)
         self.optimizer = OptimizerWrapper(self.parameters, settings, lambda _: None, 1.0, on_host=update)
         self.ema = Ema(self.parameters, EmaSettings(ema_decay=0.5), update)
         self.width, self.seed = width, 0
@@ -277,6 +277,26 @@ def test_every_copy_is_waited_for(recompute: bool, monkeypatch: pytest.MonkeyPat
         plain.step(**settings)
         swapped.step(**settings)
     assert identical(swapped.state(), plain.state())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_compiled_blocks_train_like_eager_ones(device: str, recompute: bool) -> None:
+    torch._dynamo.reset()
+    torch.set_default_dtype(torch.float64)
+    try:
+        eager = Training(0, device, 16, recompute=recompute)
+        compiled = [Training(num, device, 16, recompute=recompute, compiles=True) for num in (2, 6)]
+        for training in (eager, *compiled):
+            for micro_batches in (2, 1, 2):
+                training.step(micro_batches)
+        for training in compiled:
+            torch.testing.assert_close(training.state(), eager.state(), rtol=1e-7, atol=1e-9)
+            assert training.swap is not None and len(training.swap._slots) == 2
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch._dynamo.reset()
 
 
 def test_unused_weights_keep_no_gradient_and_do_not_decay() -> None:
