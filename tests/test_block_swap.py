@@ -232,10 +232,10 @@ def test_the_device_holds_the_other_blocks_and_two_slots() -> None:
     model, swap = build(5)
     sizes = BlocksOnHost(frozen_bytes(model, list(model.blocks)), 2, 5)
     one_step(model)
-    assert swap.device_bytes == 2 * sizes.frozen_bytes[0] and swap.host_bytes == 5 * sizes.frozen_bytes[0]
-    assert sizes.device_bytes == (3 + 2) * sizes.frozen_bytes[0]
+    assert swap.device_bytes == 2 * sizes.movable_bytes[0] and swap.host_bytes == 5 * sizes.movable_bytes[0]
+    assert sizes.device_bytes == (3 + 2) * sizes.movable_bytes[0]
     frozen = sum(it.numel() * it.element_size() for it in model.blocks[0].parameters() if not it.requires_grad)
-    assert frozen <= sizes.frozen_bytes[0] <= frozen + 256 * 8, "weights begin at multiples of 256 bytes"
+    assert frozen <= sizes.movable_bytes[0] <= frozen + 256 * 8, "weights begin at multiples of 256 bytes"
 
 
 def test_a_recomputed_block_still_keeps_none_of_its_activations() -> None:

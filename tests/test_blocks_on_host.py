@@ -13,7 +13,7 @@ import unisono
 from command_line import TESTS
 from command_line import unisono as unisono_command
 from many_runs import Copy, Outcome, Run, identical, many_runs
-from recipes_for_tests import PartlyFrozen, PartlyFrozenFromElsewhere, Sentences
+from recipes_for_tests import PartlyFrozen, PartlyFrozenFromElsewhere
 from unisono.engine.build import blocks_on_host, components
 from unisono.engine.build.blocks_on_host import plan_blocks_on_host
 from unisono.engine.export import load_trained
@@ -110,8 +110,6 @@ def refusal(tmp_path: Path, recipe: Any = PartlyFrozen, **settings: Any) -> str:
 
 def test_what_cannot_work_is_refused_in_one_line(tmp_path: Path) -> None:
     assert "has 6 blocks with frozen weights; use at most 6" in refusal(tmp_path, blocks_on_host=7)
-    assert "trains all weights of its blocks; train a LoRA" in refusal(tmp_path, Sentences, blocks_on_host=2)
-    assert "trains all weights of its blocks" in refusal(tmp_path, Sentences, blocks_on_host="auto")
     assert "has no repeated blocks" in refusal(tmp_path, blocks_on_host=1, num_blocks=1)
     assert "not with fsdp; use fsdp_cpu_offload" in refusal(tmp_path, blocks_on_host=2, strategy="fsdp")
     assert "not with dp" in refusal(tmp_path, blocks_on_host="auto", strategy="dp")

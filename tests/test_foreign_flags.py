@@ -31,7 +31,7 @@ def refused(recipe: str, *flags: str, **more: object) -> str:
         (
             "wan-flow",
             "--offload_models",
-            "frozen weights of a LoRA run wait in page-locked host memory with --blocks_on",
+            "blocks wait in page-locked host memory with --blocks_on",
         ),
         ("wan-flow", "--use_8bit_adam", "use --optimizer adamw8bit"),
         ("wan-flow", "--num_train_epochs", "here it is --num_epochs"),

@@ -89,7 +89,7 @@ class ParallelSettings:
     context_parallel: int = 1
     """Number of consecutive ranks that carry one sample together, each with a part of its tokens, for samples whose activations do not fit on one GPU. It must divide the number of ranks. The effective batch counts each group once. The recipe must support it (wan-flow and wan-distill do)."""
     blocks_on_host: int | Literal["auto"] = 0
-    """Number of repeated blocks whose frozen weights wait in host memory and are copied to the GPU just before they are needed (single and ddp; see docs/small_cards.md). Two of them are on the GPU at any time, so it saves memory from 3 on. It does not change the result. auto: as few as possible."""
+    """Number of repeated blocks that wait in host memory and are copied to the GPU just before they are needed (single and ddp; see docs/small_cards.md): the frozen weights of a LoRA run, or weights, gradients and optimizer state of a full fine-tune. Two of them are on the GPU at any time. It does not change the result. auto: as few as possible."""
     fsdp_reshard_after_forward: bool = True
     """fsdp: free a block's gathered weights after its forward pass and gather them again for backward (less memory, more traffic). Weights outside of blocks stay gathered until backward in any case."""
     fsdp_sync: Literal["every", "last"] = "every"

@@ -86,7 +86,7 @@ _REPEATS = "every sample is used once per epoch; train longer with --num_epochs 
 
 _ANSWERS: dict[str, tuple[str, ...]] = {
     # unisono's answer, and the flags that get it
-    "frozen weights of a LoRA run wait in page-locked host memory with --blocks_on_host; " + _SHARDS: (
+    "blocks wait in page-locked host memory with --blocks_on_host; " + _SHARDS: (
         *("use_pinned_memory_for_block_swap", "offload_inactive_dit", "offload_models"),
         *("enable_model_cpu_offload", "cpu_offload_split_threshold", "img_in_txt_in_offloading"),
     ),

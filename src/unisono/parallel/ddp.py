@@ -121,7 +121,16 @@ class DDP(Strategy):
             # the copies fit into memory.
             for parameter in self._trained:
                 parameter.grad = parameter.grad.clone()  # type: ignore[union-attr]
-        self._wrapped(_touch).backward()
+        self._wrapped(self._touch).backward()
+
+    def gradients(self) -> list[Tensor]:
+        """The averaged gradients; averages those in host memory now, because DDP does not know them."""
+        if self._on_host is not None and self.placement.world > 1:
+            self._on_host.average(self.placement.world)
+        return super().gradients()
+
+    def _touch(self, model: nn.Module) -> Tensor:
+        return _Touch.apply(*self._trained)  # type: ignore[no-any-return, no-untyped-call]
 
     def _observe_order(self) -> None:
         """Records the order in which gradients become ready in the first backward pass, the best order for buckets."""
@@ -140,8 +149,12 @@ class DDP(Strategy):
         if not self._hooks:
             return super().without_gradient()
         # Before the first backward pass all weights may have a gradient of zeros, in the buckets.
-        arrived = {id(parameter) for parameter in self._arrivals}
-        return [name for name, parameter in self.parameters if id(parameter) not in arrived]
+        without = set(self._trained).difference(self._arrivals)
+        return [
+            name
+            for name, parameter in self.parameters
+            if parameter in without or (parameter.grad is None and parameter not in self._arrivals)
+        ]
 
     def _fix_buckets_keeping_gradients(self) -> None:
         arrived = self._arrivals
@@ -194,11 +207,6 @@ class _Touch(torch.autograd.Function):
 
 def _nothing(model: nn.Module) -> None:
     """A forward pass that computes nothing."""
-
-
-def _touch(model: nn.Module) -> Tensor:
-    used = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return _Touch.apply(*used)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _buffer_option(broadcast: bool) -> dict[str, Any]:

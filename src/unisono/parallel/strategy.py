@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from unisono.errors import RecipeError
+from unisono.parallel.blocks.gradients import HostGradients
+from unisono.parallel.blocks.swap import BlockSwap
 from unisono.parallel.buffers import BufferSlots
 from unisono.parallel.materialize import Weights
 from unisono.parallel.row_shards import RowShards
@@ -112,6 +114,14 @@ class Strategy(ABC):
         self._all_parameters = list(self.model.parameters())  # cached, because traversing the modules is slow
         self.parameters = self._local_parameters()
         """(name, parameter) pairs for the optimizer: whole weights, or this rank's shards."""
+        self._on_host: HostGradients | None = None
+
+    def add_swapped(self, swap: BlockSwap) -> None:
+        """Adds the weights of swapped blocks, which the model lacked until now."""
+        if swap.gradients is not None:
+            self._on_host = swap.gradients
+            self._all_parameters = list(self.model.parameters())
+            self.parameters = self._local_parameters()
 
     @abstractmethod
     def _set_up(self, wrapper: ForwardWrapper, blocks: Sequence[nn.Module]) -> nn.Module:
@@ -184,10 +194,12 @@ class Strategy(ABC):
         """Frees the gradients, or zeroes those at fixed addresses."""
         for parameter in self._all_parameters:
             parameter.grad = None
+        if self._on_host is not None:
+            self._on_host.forget()
 
     def norm(self, tensors: list[Tensor]) -> Tensor:
         """The norm over the whole model of tensors that are shaped like `parameters`; equal on every rank."""
-        return local_norm(tensors, self.placement.device)
+        return local_norm(tensors, self.placement.device, self._on_host)
 
     def _local_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
@@ -259,11 +271,12 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def local_norm(tensors: list[Tensor], device: torch.device) -> Tensor:
+def local_norm(tensors: list[Tensor], device: torch.device, on_host: HostGradients | None = None) -> Tensor:
     """The norm of all tensors together, as a tensor on the device, without a host sync."""
     if not tensors:
         return torch.zeros((), device=device)
-    norms = torch.stack([norm.to(device) for norm in torch._foreach_norm(tensors)])
+    of_each = torch._foreach_norm(tensors) if on_host is None else on_host.norms(tensors)
+    norms = torch.stack([norm.to(device) for norm in of_each])
     return torch.linalg.vector_norm(norms)  # type: ignore[no-any-return]
 
 

@@ -8,14 +8,22 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class BlocksOnHost:
-    """The blocks of a model that have frozen weights, and how many of them wait in host memory."""
+    """The blocks of a model that can wait in host memory, and how many of them do."""
 
-    frozen_bytes: Sequence[int]
-    """Bytes of the frozen weights of each block."""
+    movable_bytes: Sequence[int]
+    """Bytes that each block takes on the device or on the host: its frozen weights, or, for blocks that are trained,
+    its weights, gradients, optimizer state and average."""
     num_slots: int
     """Blocks on the host that are also on the device at any time: one computes while the next one is copied."""
     num: int = 0
     """Number of blocks on the host."""
+    slot_bytes: Sequence[int] | None = None
+    """Bytes of each block while it computes, if less than all of it is needed then: weights and gradients."""
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether the weights on the host are trained."""
+        return self.slot_bytes is not None
 
     @property
     def chosen(self) -> list[int]:
@@ -24,28 +32,29 @@ class BlocksOnHost:
         The copy of a block overlaps with the computation of all blocks up to the one before it. If the blocks on the
         host were next to each other, each copy would have only a single block's computation to overlap with.
         """
-        return [(2 * i + 1) * len(self.frozen_bytes) // (2 * self.num) for i in range(self.num)]
+        return [(2 * i + 1) * len(self.movable_bytes) // (2 * self.num) for i in range(self.num)]
 
     @property
     def host_bytes(self) -> int:
-        """Frozen bytes in host memory."""
-        return sum(self.frozen_bytes[number] for number in self.chosen)
+        """Bytes in host memory."""
+        return sum(self.movable_bytes[number] for number in self.chosen)
 
     @property
     def device_bytes(self) -> int:
-        """Frozen bytes of all blocks on the device, including the slots, which hold the largest block each."""
-        largest = max((self.frozen_bytes[number] for number in self.chosen), default=0)
-        return sum(self.frozen_bytes) - self.host_bytes + min(self.num_slots, self.num) * largest
+        """Bytes of all blocks on the device, including the slots, each for the largest block."""
+        sizes = self.movable_bytes if self.slot_bytes is None else self.slot_bytes
+        largest = max((sizes[number] for number in self.chosen), default=0)
+        return sum(self.movable_bytes) - self.host_bytes + min(self.num_slots, self.num) * largest
 
     @property
     def saved_bytes(self) -> int:
-        """Device memory that is saved; 0 if no more blocks are on the host than there are slots."""
-        return sum(self.frozen_bytes) - self.device_bytes
+        """Device memory that is saved; 0 or less if no more blocks are on the host than there are slots."""
+        return sum(self.movable_bytes) - self.device_bytes
 
     def fewest(self, room: float) -> BlocksOnHost:
         """As few blocks on the host as possible, so that the others and the slots fit into `room` bytes.
 
         All blocks if even that does not fit.
         """
-        candidates = (replace(self, num=num) for num in range(len(self.frozen_bytes) + 1))
-        return next((it for it in candidates if it.device_bytes <= room), replace(self, num=len(self.frozen_bytes)))
+        candidates = (replace(self, num=num) for num in range(len(self.movable_bytes) + 1))
+        return next((it for it in candidates if it.device_bytes <= room), replace(self, num=len(self.movable_bytes)))

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from unisono.engine.build.choose_strategy import demand_of
+from unisono.engine.build.choose_strategy import demand_of, state_per_weight
 from unisono.errors import ConfigError
 from unisono.formatting import format_bytes
-from unisono.parallel.blocks.swap import NUM_SLOTS, frozen_bytes
+from unisono.parallel.blocks.swap import NUM_SLOTS, frozen_bytes, trained_bytes
 from unisono.parallel.strategy import Placement
 from unisono.planning.blocks_on_host import BlocksOnHost
 from unisono.planning.choose import ROOM_FOR_ACTIVATIONS
@@ -36,25 +36,23 @@ def plan_blocks_on_host(
 
     Raises ConfigError if the model has too few such blocks, or if host memory is too small.
     """
-    sizes_by_block = dict(zip(blocks, frozen_bytes(model, blocks), strict=True))
-    candidates = [block for block, size in sizes_by_block.items() if size]
-    sizes = BlocksOnHost([sizes_by_block[block] for block in candidates], NUM_SLOTS)
+    candidates, sizes = movable_blocks(model, blocks, settings)
     requested = settings.parallel.blocks_on_host
     if requested == 0:
         return SwapPlan(sizes, [])
     if not blocks:
         raise ConfigError("blocks_on_host: the model has no repeated blocks; remove it, or define Recipe.blocks")
-    if not candidates:
+    if sizes.is_trained and settings.parallel.find_unused_parameters and placement.world > 1:
         raise ConfigError(
-            "blocks_on_host moves frozen weights to host memory, but this run trains all weights of its blocks; train "
-            "a LoRA, or use strategy fsdp with fsdp_cpu_offload"
+            "find_unused_parameters does not work with trained blocks on the host and several ranks; remove it, or "
+            "blocks_on_host"
         )
     if requested == "auto":
         sizes = _fewest_that_fit(model, sizes, settings, placement)
     elif requested > len(candidates):
         raise ConfigError(
-            f"blocks_on_host {requested}: the model has {len(candidates)} blocks with frozen weights; use at most "
-            f"{len(candidates)}"
+            f"blocks_on_host {requested}: the model has {len(candidates)} blocks with "
+            f"{'weights of their own' if sizes.is_trained else 'frozen weights'}; use at most {len(candidates)}"
         )
     else:
         sizes = replace(sizes, num=requested)
@@ -63,10 +61,28 @@ def plan_blocks_on_host(
     return SwapPlan(sizes, chosen, [_remark(sizes, placement, is_auto=requested == "auto")])
 
 
+def movable_blocks(
+    model: nn.Module, blocks: Sequence[nn.Module], settings: Settings
+) -> tuple[list[nn.Module], BlocksOnHost]:
+    """The blocks that can wait in host memory, and their sizes.
+
+    What takes more memory is moved: the frozen weights of a LoRA's base, and everything in a full fine-tune.
+    """
+    frozen, trained = frozen_bytes(model, blocks), trained_bytes(model, blocks)
+    if sum(trained) <= sum(frozen):
+        numbers = [number for number, size in enumerate(frozen) if size]
+        return [blocks[number] for number in numbers], BlocksOnHost([frozen[number] for number in numbers], NUM_SLOTS)
+    numbers = [number for number, size in enumerate(trained) if size]
+    per_weight = 2 + state_per_weight(settings) + (settings.ema.ema_decay > 0)
+    moved = [frozen[number] + int(per_weight * trained[number]) for number in numbers]
+    computing = [frozen[number] + 2 * trained[number] for number in numbers]
+    return [blocks[number] for number in numbers], BlocksOnHost(moved, NUM_SLOTS, slot_bytes=computing)
+
+
 def _fewest_that_fit(model: nn.Module, sizes: BlocksOnHost, settings: Settings, placement: Placement) -> BlocksOnHost:
     if placement.device.type != "cuda":
         return sizes
-    others = demand_of(model, settings).total - sum(sizes.frozen_bytes)
+    others = demand_of(model, settings).total - sum(sizes.movable_bytes)
     fewest = sizes.fewest(_usable_memory(placement.device) - others)
     if placement.world == 1:
         return fewest
@@ -86,7 +102,8 @@ def _usable_memory(device: torch.device) -> float:
 def _check_host_memory(chosen: Sequence[nn.Module], sizes: BlocksOnHost, placement: Placement) -> None:
     """Rejects more blocks than host memory can hold; blocks that the recipe has loaded there need no more memory."""
     is_on_meta = any(parameter.is_meta for block in chosen for parameter in block.parameters())
-    need = sizes.host_bytes * placement.local_world if is_on_meta else 0
+    weights = 0 if is_on_meta else sum(parameter.nbytes for block in chosen for parameter in block.parameters())
+    need = max(0, sizes.host_bytes - weights) * placement.local_world
     machines: list[tuple[int, int]] = [(need, free_host_memory())]
     if placement.world > 1:  # checked before any rank loads weights, so that all ranks raise the error together
         machines = [(0, 0)] * placement.world
@@ -101,7 +118,7 @@ def _check_host_memory(chosen: Sequence[nn.Module], sizes: BlocksOnHost, placeme
 
 
 def _remark(sizes: BlocksOnHost, placement: Placement, *, is_auto: bool) -> str:
-    total = len(sizes.frozen_bytes)
+    total = len(sizes.movable_bytes)
     if not sizes.num:
         why = "on the CPU nothing is saved" if placement.device.type != "cuda" else "everything fits"
         return f"blocks_on_host auto: all {total} blocks stay on the device ({why})"
@@ -109,7 +126,8 @@ def _remark(sizes: BlocksOnHost, placement: Placement, *, is_auto: bool) -> str:
     room = f", with {ROOM_FOR_ACTIVATIONS:.0%} of the device's memory left for activations" if is_auto else ""
     if sizes.saved_bytes <= 0:
         return f"{name} saves no memory: {NUM_SLOTS} of them are on the device at any time; use more, or remove it"
+    kind = "weights, gradients and optimizer state" if sizes.is_trained else "frozen weights"
     return (
-        f"{name}: {format_bytes(sizes.host_bytes)} of frozen weights wait in host memory, which saves "
+        f"{name}: {format_bytes(sizes.host_bytes)} of {kind} wait in host memory, which saves "
         f"{format_bytes(sizes.saved_bytes)} on the device{room}"
     )

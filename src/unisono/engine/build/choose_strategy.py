@@ -91,13 +91,18 @@ def _with_shard_size(reason: str, model: nn.Module, settings: Settings, placemen
 
 def demand_of(model: nn.Module, settings: Settings) -> Demand:
     """The memory that a whole replica of the model takes on a device, without activations."""
-    optimizer = settings.optim.optimizer.lower()
     return Demand.of(
         trainable_bytes=_num_bytes(model, lambda parameter: parameter.requires_grad),
         other_bytes=_num_bytes(model, lambda parameter: not parameter.requires_grad),
-        optimizer_slots=_STATE_PER_WEIGHT.get(optimizer, 2 if "adam" in optimizer else 1),
+        optimizer_slots=state_per_weight(settings),
         ema=settings.ema.ema_decay > 0,
     )
+
+
+def state_per_weight(settings: Settings) -> float:
+    """Size of the optimizer's state as a multiple of the trained weights."""
+    optimizer = settings.optim.optimizer.lower()
+    return _STATE_PER_WEIGHT.get(optimizer, 2 if "adam" in optimizer else 1)
 
 
 def _device_memory(placement: Placement) -> int | None:

@@ -32,6 +32,7 @@ from unisono.errors import ConfigError
 from unisono.optim.schedule_free import ScheduleFreeAdamW
 from unisono.parallel.blocks.repeated import compile_blocks, recompute_activations, repeated_blocks
 from unisono.parallel.blocks.selective import why_not_selective
+from unisono.parallel.blocks.streamed_update import StreamedUpdate
 from unisono.parallel.blocks.swap import BlockSwap, swapped_weights
 from unisono.parallel.context import make_context
 from unisono.parallel.data_parallel import DataParallel
@@ -71,7 +72,9 @@ def build_components(
     placement = replace(placement, shard_size=chosen.shard_size)
     recording = plan_recording(recipe, settings, placement.device, chosen.name)
     swap_plan = plan_blocks_on_host(model.module, model.blocks, settings, placement)
-    strategy, remarks = _distribute(model, swap_plan, recipe, settings, placement, chosen.name)
+    swap = _swap_blocks(model, swap_plan, placement, chosen.name)
+    strategy, remarks = _distribute(model, swap, recipe, settings, placement, chosen.name)
+    on_host = None if swap is None or swap.gradients is None else StreamedUpdate(swap)
     recipe.shards = strategy.row_shards()
     optimizer = OptimizerWrapper(
         strategy.parameters,
@@ -81,8 +84,9 @@ def build_components(
         sharded=strategy.sharded,
         shards=recipe.shards,
         not_for_muon=not_for_muon(model.module, model.blocks),
+        on_host=on_host,
     )
-    ema = _average(strategy, optimizer, settings)
+    ema = _average(strategy, optimizer, settings, on_host)
     scale = LossScale(placement.device) if settings.precision.mixed_precision == "fp16" else None
     if recording.captures:
         check_strategy_records(strategy)
@@ -101,12 +105,14 @@ def build_components(
     )
 
 
-def _average(strategy: Strategy, optimizer: OptimizerWrapper, settings: Settings) -> Average | None:
+def _average(
+    strategy: Strategy, optimizer: OptimizerWrapper, settings: Settings, on_host: StreamedUpdate | None
+) -> Average | None:
     if isinstance(optimizer.optimizer, ScheduleFreeAdamW):
         if settings.ema.ema_decay > 0:  # check_settings does not see a recipe's own optimizer
             raise ConfigError("optimizer(): ScheduleFreeAdamW averages the weights itself; use ema_decay 0")
         return ScheduleFreeAverage(strategy.parameters, optimizer.optimizer)
-    return Ema(strategy.parameters, settings.ema) if settings.ema.ema_decay > 0 else None
+    return Ema(strategy.parameters, settings.ema, on_host) if settings.ema.ema_decay > 0 else None
 
 
 def _initial_model(recipe: Recipe, settings: Settings, placement: Placement, agreement: Agreement) -> _InitialModel:
@@ -148,19 +154,24 @@ def _handle_batch_norm(model: nn.Module, settings: Settings, placement: Placemen
     ]
 
 
+def _swap_blocks(model: _InitialModel, plan: SwapPlan, placement: Placement, strategy: str) -> BlockSwap | None:
+    """Gives the model real weights, and moves those of the blocks in the plan to host memory."""
+    is_trained = plan.sizes.is_trained
+    if model.source is not None and strategy != "fsdp":  # fsdp fills its shards itself
+        waiting = swapped_weights(model.module, plan.blocks, trained=is_trained)
+        fill(model.module, model.source, placement.device, on_host=waiting)
+    return BlockSwap(model.module, plan.blocks, placement.device, trained=is_trained) if plan.blocks else None
+
+
 def _distribute(
     model: _InitialModel,
-    swap_plan: SwapPlan,
+    swap: BlockSwap | None,
     recipe: Recipe,
     settings: Settings,
     placement: Placement,
     name: str,
 ) -> tuple[Strategy, list[str]]:
     """Applies activation checkpointing and compilation, and places the model and the frozen modules on devices."""
-    if model.source is not None and name != "fsdp":  # fsdp fills its shards itself
-        waiting = swapped_weights(model.module, swap_plan.blocks)
-        fill(model.module, model.source, placement.device, on_host=waiting)
-    swap = BlockSwap(model.module, swap_plan.blocks, placement.device) if swap_plan.blocks else None
     remarks = _transform_blocks(model.module, model.blocks, swap, settings, placement)
     sharded = recipe.sharded()
     with nullcontext() if swap is None else swap.set_aside():
@@ -174,8 +185,10 @@ def _distribute(
             source=model.source,
             gathers=(bool(sharded) and placement.world > 1) or placement.context > 1,
         )
-    if swap is not None and placement.world > 1:
-        swap.broadcast()
+    if swap is not None:
+        strategy.add_swapped(swap)
+        if placement.world > 1:
+            swap.broadcast()
     seed_everything(key_of(Purpose.BUILD, settings.run.seed, 1), placement.devices)
     frozen = recipe.frozen()
     for module_name, (weights, whole) in sharded.items():

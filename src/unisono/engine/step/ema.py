@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from unisono.optim.schedule_free import ScheduleFreeAdamW
+from unisono.parallel.blocks.streamed_update import StreamedUpdate
 from unisono.settings import EmaSettings
 
 
@@ -45,11 +46,23 @@ class Average(ABC):
 class Ema(Average):
     """An exponential moving average of the weights."""
 
-    def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]], settings: EmaSettings) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[tuple[str, nn.Parameter]],
+        settings: EmaSettings,
+        on_host: StreamedUpdate | None = None,
+    ) -> None:
+        """`on_host`: the parameters that wait in host memory, where their averages wait too."""
         self._names = [name for name, _ in parameters]
         self._weights = [parameter.detach() for _, parameter in parameters]
-        self._averages = [weight.clone() for weight in self._weights]
-        self._settings = settings
+        waiting = {} if on_host is None else on_host.create_averages()
+        self._averages = [
+            waiting[parameter] if parameter in waiting else parameter.detach().clone() for _, parameter in parameters
+        ]
+        resident = [place for place, (_, parameter) in enumerate(parameters) if parameter not in waiting]
+        self._resident_weights = [self._weights[place] for place in resident]
+        self._resident_averages = [self._averages[place] for place in resident]
+        self._settings, self._on_host = settings, on_host
 
     def decay(self, updates: int) -> float:
         """The decay of the next update, after `updates` earlier updates."""
@@ -59,22 +72,32 @@ class Ema(Average):
 
     @torch.no_grad()
     def update(self, updates: int) -> None:
-        """Moves the average towards the weights, with one kernel for all weights."""
-        torch._foreach_lerp_(self._averages, self._weights, 1 - self.decay(updates))
+        """Moves the average towards the weights, in one kernel for all of them on the device."""
+        amount = 1 - self.decay(updates)
+        if self._resident_averages:
+            torch._foreach_lerp_(self._resident_averages, self._resident_weights, amount)
+        if self._on_host is not None:
+            self._on_host.move_averages(amount)
 
     @torch.no_grad()
     def restart(self) -> None:
         """Starts again from the current weights."""
+        self._complete()
         torch._foreach_copy_(self._averages, self._weights)
 
     def tensors(self) -> dict[str, Tensor]:
         """The averages by the weights' names."""
+        self._complete()
         return dict(zip(self._names, self._averages, strict=True))
 
     @property
     def num_bytes(self) -> int:
         """The memory of the averages."""
         return sum(average.nbytes for average in self._averages)
+
+    def _complete(self) -> None:
+        if self._on_host is not None:
+            self._on_host.flush()
 
     @contextmanager
     def in_place_of_weights(self, changed: Callable[[], None]) -> Iterator[None]:
@@ -89,6 +112,7 @@ class Ema(Average):
 
     @torch.no_grad()
     def _exchange(self) -> None:
+        self._complete()
         for weight, average in zip(self._weights, self._averages, strict=True):  # one temporary weight at a time
             copy = weight.clone()
             weight.copy_(average)

@@ -14,6 +14,8 @@ from unisono.errors import ConfigError, RecipeError
 from unisono.optim import named
 from unisono.optim.base import ShardAwareOptimizer
 from unisono.optim.combined import CombinedOptimizer
+from unisono.optim.prodigy import Prodigy
+from unisono.optim.schedule_free import ScheduleFreeAdamW
 from unisono.parallel.row_shards import RowShards
 from unisono.settings import OptimSettings
 
@@ -25,6 +27,7 @@ _UNUSABLE = {
 }
 # Their update uses whole matrices or norms of whole weights; on a shard it would be a different algorithm.
 _WHOLE_WEIGHTS = ("muon", "adafactor", "lbfgs", "shampoo", "galore")
+_UPDATES_TOGETHER = (Prodigy, ScheduleFreeAdamW)  # their updates combine all weights
 _WHOLE_WEIGHTS_EXACTLY = ("soap", "lamb", "lars", "came")
 
 
@@ -112,6 +115,21 @@ def check_optimizer(optimizer: Any, parameters: NamedParameters, *, sharded: boo
             f"optimizer {kind.__name__} runs on fsdp's shards, which is correct only if its update is elementwise"
         )
     return remarks
+
+
+def check_updates_in_parts(optimizer: Optimizer) -> None:
+    """Rejects an optimizer that cannot update a few weights at a time, as for weights that wait in host memory."""
+    for part in optimizer.parts if isinstance(optimizer, CombinedOptimizer) else [optimizer]:
+        kind = type(part)
+        skips = bool(getattr(part, "_step_supports_amp_scaling", False))  # so its state exists before step 1
+        dampened = any(group.get("dampening") for group in part.param_groups)
+        if not (skips and not dampened and kind.__module__.startswith(("torch.optim", "unisono."))) or issubclass(
+            kind, _UPDATES_TOGETHER
+        ):
+            raise ConfigError(
+                f"blocks_on_host updates trained weights a few at a time, which {kind.__name__} cannot; use optimizer "
+                "adamw, adam, sgd, adamw8bit, adamw4bit, adafactor or muon"
+            )
 
 
 def _check_on_shards(optimizer: Optimizer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,10 +14,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unisono.checkpoint.manifest import CheckpointError
-from unisono.engine.step.make_optimizer import NamedParameters, check_optimizer, from_settings
+from unisono.engine.step.make_optimizer import (
+    NamedParameters,
+    check_optimizer,
+    check_updates_in_parts,
+    from_settings,
+)
 from unisono.errors import RecipeError
 from unisono.optim.base import ShardAwareOptimizer
 from unisono.optim.combined import CombinedOptimizer
+from unisono.parallel.blocks.streamed_update import StreamedUpdate
 from unisono.parallel.row_shards import RowShards, one_device
 from unisono.settings import OptimSettings
 
@@ -34,13 +41,19 @@ class OptimizerWrapper:
         sharded: bool = False,
         shards: RowShards | None = None,
         not_for_muon: Collection[str] = (),
+        on_host: StreamedUpdate | None = None,
     ) -> None:
-        """`own` creates the recipe's optimizer, or returns None for the one in the settings."""
+        """`own` creates the recipe's optimizer, or returns None for the one in the settings.
+
+        `on_host`: the parameters that wait in host memory with their state.
+        """
         optimizer = own(list(parameters))
         is_own = optimizer is not None
         if optimizer is None:
             optimizer = from_settings(parameters, settings, shards=shards, not_for_muon=not_for_muon)
         self.remarks = check_optimizer(optimizer, parameters, sharded=sharded)
+        if on_host is not None:
+            check_updates_in_parts(optimizer)
         if is_own and settings.optimizer.lower() != OptimSettings.optimizer:
             self.remarks.append(
                 f"optimizer {settings.optimizer} has no effect: the recipe's optimizer() returned "
@@ -50,25 +63,35 @@ class OptimizerWrapper:
         self._names = {id(parameter): name for name, parameter in parameters}
         # Recorded kernels read the rate as float32. All runs round it, so that recorded runs are bitwise identical.
         self._rounded = np.float32 if parameters[0][1].dtype == torch.float32 else float
-        self._device = one_device([parameter for _, parameter in parameters])
+        self._device = one_device([parameter for _, parameter in parameters]) if on_host is None else on_host.device
         self._peaks = [group["lr"] * lr_scale for group in optimizer.param_groups]
         # SGD applies no dampening in the first step, which it recognises by a missing momentum buffer.
         dampened = any(group.get("dampening") for group in optimizer.param_groups)
         self._fused = bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and not dampened
+        self._on_host = on_host
+        waiting = set() if on_host is None else set(on_host.weights)
+        self._resident = [parameter for _, parameter in parameters if parameter not in waiting]
         if self._fused:
-            self._allocate_state(parameters)
+            with self._stepping(self._resident):
+                self._allocate_state(self._resident)
+        if on_host is not None:
+            on_host.create_state(optimizer.state, self._create_state)
 
-    def _allocate_state(self, parameters: NamedParameters) -> None:
+    def _create_state(self, weights: list[nn.Parameter]) -> None:
+        with self._stepping(weights):
+            self._allocate_state(weights)
+
+    def _allocate_state(self, parameters: Sequence[nn.Parameter]) -> None:
         """Allocates the optimizer's state before step 1: out of memory in a step would leave half-updated weights."""
-        for _, parameter in parameters:
+        for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
         skip = torch.ones((), device=self._device, dtype=torch.float32)
         self.optimizer.found_inf, self.optimizer.grad_scale = skip, None  # type: ignore[attr-defined]
         self.optimizer.step()  # a skipped step creates the state and changes nothing else
-        for slots in self.optimizer.state.values():
+        for parameter in parameters:
+            slots = self.optimizer.state[parameter]
             if slots.get("momentum_buffer") is not None:  # SGD creates it with torch.empty and fills it in a first step
                 slots["momentum_buffer"].zero_()
-        for _, parameter in parameters:
             parameter.grad = None
 
     @property
@@ -141,9 +164,35 @@ class OptimizerWrapper:
         in_kernel = self._fused and bool(gradients) and gradients[0].dtype == torch.float32
         if in_kernel:  # the kernel divides by grad_scale itself, which saves a pass over the gradients
             self.optimizer.grad_scale = (1 / factor).to(device, torch.float32)  # type: ignore[attr-defined]
-        elif gradients:  # without a fused kernel, or with float64, for which float32 grad_scale is not exact enough
-            torch._foreach_mul_(gradients, factor.to(device, gradients[0].dtype))
+        if self._on_host is None:
+            self._step_with(gradients, None if in_kernel else factor)
+            return
+        for weights in itertools.chain([self._resident], self._on_host.step(self.optimizer.state)):
+            with self._stepping(weights):
+                here = [weight.grad for weight in weights if weight.grad is not None]
+                self._step_with(here, None if in_kernel else factor)
+
+    def _step_with(self, gradients: list[Tensor], factor: Tensor | None) -> None:
+        # In float64, too: the kernel reads grad_scale as float32, which is not exact enough.
+        if gradients and factor is not None:
+            torch._foreach_mul_(gradients, factor.to(self._device, gradients[0].dtype))
         self.optimizer.step()
+
+    @contextmanager
+    def _stepping(self, weights: Sequence[nn.Parameter]) -> Iterator[None]:
+        """A context in which the optimizer holds only these weights."""
+        if self._on_host is None:
+            yield
+            return
+        of_group = [group["params"] for group in self.optimizer.param_groups]
+        chosen = set(weights)
+        for group in self.optimizer.param_groups:
+            group["params"] = [weight for weight in group["params"] if weight in chosen]
+        try:
+            yield
+        finally:
+            for group, whole in zip(self.optimizer.param_groups, of_group, strict=True):
+                group["params"] = whole
 
     def tensors(self) -> dict[tuple[str, str], Tensor]:
         """The tensors of the optimizer state, by (weight name, slot)."""

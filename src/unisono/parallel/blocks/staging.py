@@ -1,88 +1,111 @@
-"""Frozen weights in host memory, and the device buffers (slots) that they are copied to before a block computes.
+"""A block's weights in host memory, and the device buffers (slots) that they are copied to before a block computes.
 
-The weights of a block form one flat buffer, so that a block is one copy whatever its data types. Weights that are not
-trained never change: the host's copy is the only permanent one, and nothing is ever copied back.
+The weights of a block form one flat buffer, so that a block is one copy whatever its data types. The host's copy is the
+only permanent one. Frozen weights never change; trained ones are changed on the host by the optimizer step.
 """
 
 from __future__ import annotations
 
-import mmap
-import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 
-_ALIGNMENT = 256  # bytes; as torch's own allocations, which kernels may rely on
+from unisono.parallel.blocks.host_memory import HostTensors
 
-
-@dataclass(frozen=True)
-class Extract:
-    """The position of a tensor inside a block's flat buffer."""
-
-    offset: int  # in bytes
-    dtype: torch.dtype
-    shape: torch.Size
-    stride: tuple[int, ...]
-
-    def of(self, flat: Tensor) -> Tensor:
-        """The tensor as a view of a flat buffer."""
-        elements = flat[self.offset :][: _num_spanned(self.shape, self.stride) * self.dtype.itemsize].view(self.dtype)
-        return elements.as_strided(self.shape, self.stride, elements.storage_offset())
-
-    @classmethod
-    def at(cls, tensor: Tensor) -> Extract:
-        """The position of a tensor that is a view of a flat buffer."""
-        offset = int(tensor.storage_offset()) * tensor.dtype.itemsize
-        return cls(offset, tensor.dtype, tensor.shape, tensor.stride())
+Owner = tuple[nn.Module, str]
+"""A module, and the name of a weight in it."""
+Gradients = Sequence[Tensor | None]
 
 
 class HostWeights:
-    """The frozen weights of one block in host memory, page-locked if a GPU reads them."""
+    """The weights of one block in host memory, page-locked if a GPU reads them."""
 
-    def __init__(self, owners: Sequence[tuple[nn.Module, str]], *, pin: bool) -> None:
+    def __init__(self, owners: Sequence[Owner], *, pin: bool) -> None:
         """Moves the weights: `owners` are the modules and the names of the weights in them."""
-        self.owners = owners
-        self.parameters = [getattr(module, name) for module, name in owners]
-        self._extracts, self.num_bytes = _layout(self.parameters)
-        self.flat = _page_locked(self.num_bytes) if pin else torch.empty(self.num_bytes, dtype=torch.uint8)
-        self._at_rest = self.views(self.flat)
-        for parameter, view in zip(self.parameters, self._at_rest, strict=True):
+        self.owners = sorted(owners, key=lambda owner: not getattr(*owner).requires_grad)  # trained ones first
+        self.parameters: list[nn.Parameter] = [getattr(module, name) for module, name in self.owners]
+        self.num_trained = sum(parameter.requires_grad for parameter in self.parameters)
+        self.memory = HostTensors(self.parameters, pin=pin)
+        self.num_updates = 0
+        """Number of times that the optimizer has changed the weights."""
+        for parameter, view in zip(self.parameters, self.memory.views, strict=True):
             view.copy_(parameter.data)
             parameter.data = view
 
     @property
+    def flat(self) -> Tensor:
+        """The buffer of all weights."""
+        return self.memory.flat
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the buffer."""
+        return self.memory.num_bytes
+
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        """The weights that are trained."""
+        return self.parameters[: self.num_trained]
+
+    @property
     def version(self) -> int:
         """A number that changes with the weights' values, for instance when a checkpoint is loaded."""
-        return sum(parameter._version for parameter in self.parameters)
+        return self.num_updates + sum(parameter._version for parameter in self.parameters)
 
-    def views(self, flat: Tensor) -> list[Tensor]:
-        """The weights as views of a flat buffer that holds them."""
-        return [extract.of(flat) for extract in self._extracts]
+    def use(self, flat: Tensor, receive: Callable[[Gradients], None]) -> None:
+        """Makes the block compute with a copy of the weights on the device.
 
-    def use(self, flat: Tensor) -> None:
-        """Makes the block's parameters refer to a copy of the weights."""
-        for parameter, view in zip(self.parameters, self.views(flat), strict=True):
+        Backward passes the gradients of the trained weights to `receive`, all at once.
+        """
+        views = [extract.of(flat) for extract in self.memory.extracts]
+        first = 0
+        if self.num_trained and torch.is_grad_enabled():
+            # Not as the data of the parameters: autograd would add their gradients to parameter.grad, on the device.
+            first = self.num_trained
+            fetched = _Fetched.apply(torch.empty(0, requires_grad=True), views[:first], receive)  # type: ignore[no-untyped-call]
+            for (module, name), weight in zip(self.owners, fetched, strict=False):
+                module._parameters[name] = weight
+        for parameter, view in zip(self.parameters[first:], views[first:], strict=True):
             parameter.data = view
 
     def put_back(self) -> None:
-        """Makes the block's parameters refer to the weights in host memory."""
-        for parameter, view in zip(self.parameters, self._at_rest, strict=True):
+        """Makes the block's parameters those in host memory."""
+        for (module, name), parameter, view in zip(self.owners, self.parameters, self.memory.views, strict=True):
+            module._parameters[name] = parameter
             parameter.data = view
+
+
+class _Fetched(Function):
+    """Weights on the device; its backward pass runs when the gradients of all of them are complete."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, views: list[Tensor], receive: Callable[[Gradients], None]) -> Any:
+        ctx.receive = receive
+        ctx.set_materialize_grads(False)
+        return tuple(view.detach() for view in views)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        ctx.receive(gradients)
+        return None, None, None
 
 
 class Slot:
     """A buffer on the device that holds the weights of one block at a time."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
-        self.flat = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        with hidden_from_modes():
+            self.flat = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         self.holder: int | None = None
         self.version = 0  # of the weights when they were copied
         self.last_use = 0
-        self.users: set[Any] = set()  # streams with kernels that read the slot, since its last copy
-        self.ready: Any = None  # event at the end of its last copy
+        self.users: set[Any] = set()  # streams with kernels that use the slot, since its last copy
+        self.ready: Any = None  # event at the end of its last copy from the host
+        self.written: Any = None  # event at the end of its last copy to the host
         self._storage = self.flat.untyped_storage()
         self.address = self._storage.data_ptr()
         self._own_references = torch._C._storage_Use_Count(self._storage._cdata)
@@ -95,83 +118,91 @@ class Slot:
 
 
 class Transfers:
-    """Copies weights into slots on the CPU, where a copy has finished when it returns."""
+    """Copies between host memory and slots on the CPU, where a copy has finished when it returns."""
 
     pin = False
 
-    def start(self, source: Tensor, slot: Slot) -> None:
-        """Starts to copy weights into a slot."""
-        slot.flat[: len(source)].copy_(source)
+    def start(self, source: Tensor, slot: Slot, offset: int = 0, after: Any = None) -> None:
+        """Starts to copy host memory into a slot; `after`: what `write` returned when the source was written."""
+        with hidden_from_modes():
+            slot.flat[offset:][: len(source)].copy_(source)
 
     def wait(self, slot: Slot) -> None:
-        """Makes the computation that is launched next wait for the slot's copy."""
+        """Makes the computation that is launched next wait for the copy into the slot."""
+
+    def reuse(self, slot: Slot) -> None:
+        """Makes the computation that is launched next wait for the copy of the slot's last content to the host."""
+
+    def write(self, slot: Slot, target: Tensor, offset: int = 0) -> Any:
+        """Starts to copy a part of a slot to host memory, once the computation launched so far has written it."""
+        target.copy_(slot.flat[offset:][: len(target)])
+
+    def finish(self) -> None:
+        """Makes all computation and all copies that are launched next wait for the copies to the host."""
 
 
 class CudaTransfers(Transfers):
-    """Copies weights into slots on a side stream, while the GPU computes."""
+    """Copies on two side streams, one per direction, while the GPU computes."""
 
     pin = True
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._in: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._out: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def start(self, source: Tensor, slot: Slot) -> None:
-        """Copies once the kernels that read the slot have finished; the host does not wait."""
+    def start(self, source: Tensor, slot: Slot, offset: int = 0, after: Any = None) -> None:
+        """Copies once kernels and copies that use the slot have finished; the host does not wait."""
         if slot.ready is None:
             slot.ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             slot.users.add(torch.cuda.current_stream(self._device))  # its memory may have been freed on that stream
         for stream in slot.users:
-            self._stream.wait_stream(stream)
+            self._in.wait_stream(stream)
         slot.users.clear()
-        with torch.cuda.stream(self._stream):
-            slot.flat[: len(source)].copy_(source, non_blocking=True)
-            slot.ready.record(self._stream)
+        for event in (slot.written, after):
+            if event is not None:
+                self._in.wait_event(event)
+        with torch.cuda.stream(self._in), hidden_from_modes():
+            slot.flat[offset:][: len(source)].copy_(source, non_blocking=True)
+            slot.ready.record(self._in)
 
     def wait(self, slot: Slot) -> None:
-        """Makes the current stream wait for the slot's copy."""
+        """Makes the current stream wait for the copy into the slot."""
         stream = torch.cuda.current_stream(self._device)
         stream.wait_event(slot.ready)
         slot.users.add(stream)
 
+    def reuse(self, slot: Slot) -> None:
+        """Makes the current stream wait for the copy of the slot's last content to the host."""
+        stream = torch.cuda.current_stream(self._device)
+        if slot.written is not None:
+            stream.wait_event(slot.written)
+        slot.users.add(stream)
+
+    def write(self, slot: Slot, target: Tensor, offset: int = 0) -> Any:
+        """Copies a part of the slot to the host once the current stream has written it; the host does not wait."""
+        slot.written = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._out.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._out):
+            target.copy_(slot.flat[offset:][: len(target)], non_blocking=True)
+            slot.written.record(self._out)
+        return slot.written
+
+    def finish(self) -> None:
+        """Makes the current stream and later copies from the host wait for all copies to the host."""
+        torch.cuda.current_stream(self._device).wait_stream(self._out)
+        self._in.wait_stream(self._out)
+
+
+def hidden_from_modes() -> AbstractContextManager[None]:
+    """A context whose operations torch's dispatch modes do not see.
+
+    Selective activation checkpointing expects the same operations when it recomputes a block, but which copies start
+    then depends on which blocks are on the device.
+    """
+    return torch._C._DisableTorchDispatch()
+
 
 def transfers_to(device: torch.device) -> Transfers:
-    """The way to copy weights to this device."""
+    """The way to copy weights to this device and back."""
     return CudaTransfers(device) if device.type == "cuda" else Transfers()
-
-
-def flat_bytes(parameters: Sequence[Tensor]) -> int:
-    """Bytes of the flat buffer of these weights."""
-    return _layout(parameters)[1]
-
-
-def _layout(parameters: Sequence[Tensor]) -> tuple[list[Extract], int]:
-    extracts, end = [], 0
-    for parameter in parameters:
-        # A transposed weight stays transposed, as matrix products in 8 bits need it and as compiled code expects.
-        stride = parameter.stride()
-        if _num_spanned(parameter.shape, stride) != parameter.numel():
-            stride = torch.empty(parameter.shape, device="meta").stride()
-        extracts.append(Extract(end, parameter.dtype, parameter.shape, stride))
-        end += -(-parameter.numel() * parameter.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
-    return extracts, end
-
-
-def _num_spanned(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """The number of elements between the first and the last element of a tensor, inclusive."""
-    return 0 if 0 in shape else 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
-
-
-class _Pages(mmap.mmap):
-    """Anonymous memory that can be weakly referenced."""
-
-
-def _page_locked(num_bytes: int) -> Tensor:
-    """A page-locked buffer of exactly this size: torch's own allocator rounds sizes up to powers of two."""
-    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    pages = _Pages(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    flat = torch.frombuffer(pages, dtype=torch.uint8, count=num_bytes)
-    torch.cuda.check_error(int(runtime.cudaHostRegister(flat.data_ptr(), num_bytes, 0)))
-    # The tensor's memory holds `pages`, so this runs when the last view of it is gone and before the memory is freed.
-    weakref.finalize(pages, runtime.cudaHostUnregister, flat.data_ptr()).atexit = False
-    return flat

@@ -1,4 +1,7 @@
-"""Block swap: frozen weights of some blocks wait in host memory and are on the device only while their block computes.
+"""Block swap: the weights of some blocks wait in host memory and are on the device only while their block computes.
+
+In a run that trains a small part of the blocks (a LoRA) these are the frozen weights. In a full fine-tune they are all
+weights, and their gradients (`gradients.py`) and the optimizer's state (`streamed_update.py`) are on the host too.
 
 Two device buffers (slots) are shared by all swapped blocks. When a block computes, in forward or when it is recomputed,
 its parameters refer to a slot. When it has finished, the copy of the block after next starts into its slot, on a side
@@ -17,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -26,8 +29,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map_only
 
+from unisono.parallel.blocks.gradients import HostGradients
+from unisono.parallel.blocks.host_memory import Extract, flat_bytes
 from unisono.parallel.blocks.repeated import compiled_forward
-from unisono.parallel.blocks.staging import Extract, HostWeights, Slot, flat_bytes, transfers_to
+from unisono.parallel.blocks.staging import Gradients, HostWeights, Owner, Slot, transfers_to
 
 NUM_SLOTS = 2
 """Slots for all swapped blocks: one block computes while the next one is copied."""
@@ -47,12 +52,19 @@ class _SavedWeight:
 class BlockSwap:
     """The swapped blocks of a model, by number in the order of the model."""
 
-    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], device: torch.device) -> None:
-        """Moves the frozen weights of `blocks` to (page-locked) host memory; the weights must not be on meta."""
-        self._device, self._transfers = device, transfers_to(device)
-        owners = frozen_owners(model, blocks)
+    def __init__(
+        self, model: nn.Module, blocks: Sequence[nn.Module], device: torch.device, *, trained: bool = False
+    ) -> None:
+        """Moves the frozen weights of `blocks` to (page-locked) host memory; the weights must not be on meta.
+
+        `trained`: the trained weights too.
+        """
+        self._device, self.transfers = device, transfers_to(device)
+        owners = movable_owners(model, blocks, trained=trained)
         self._blocks = list(blocks)
-        self._hosts = [HostWeights(owners[block], pin=self._transfers.pin) for block in blocks]
+        self._hosts = [HostWeights(owners[block], pin=self.transfers.pin) for block in blocks]
+        self.gradients = HostGradients(self._hosts, device, self.transfers) if trained else None
+        """The gradients of the swapped blocks, if their weights are trained."""
         self._slot_bytes = max(host.num_bytes for host in self._hosts)
         self._slots = [Slot(self._slot_bytes, device) for _ in range(min(NUM_SLOTS, len(blocks)))]
         self._depth = [0] * len(blocks)  # number of calls of each block that are under way
@@ -61,6 +73,16 @@ class BlockSwap:
         self._next: dict[tuple[_Use | None, _Use | None], _Use] = {}  # what followed a position last time
         self.num_copies = 0
         """Copies from host to device so far."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device that the blocks compute on."""
+        return self._device
+
+    @property
+    def hosts(self) -> Sequence[HostWeights]:
+        """The weights in host memory, by block."""
+        return self._hosts
 
     @property
     def host_bytes(self) -> int:
@@ -113,13 +135,14 @@ class BlockSwap:
             part.copy_(host.flat)
             dist.broadcast(part, src=0)
             host.flat.copy_(part)
+            host.num_updates += 1
 
     def compute(self, number: int, call: Callable[..., Any], block: nn.Module, arguments: Any, keywords: Any) -> Any:
         """call(block, *arguments, **keywords) with the block's weights on the device."""
         slot = self._slot_with(number)
-        self._hosts[number].use(slot.flat)
         self._depth[number] += 1
         try:
+            self._hosts[number].use(slot.flat, partial(self._receive, number))
             self._watch_backward(number, arguments, keywords)
             with self._saving_positions():
                 result = call(block, *arguments, **keywords)
@@ -132,12 +155,19 @@ class BlockSwap:
                 if not _is_in_backward():  # after recomputing, backward reads the same weights
                     self._copy_ahead()
 
+    def weights_updated(self) -> None:
+        """Must be called after the optimizer has changed the weights in host memory: copies them ahead again."""
+        for host in self._hosts:
+            host.num_updates += 1
+        self._copy_ahead()
+
+    def _receive(self, number: int, gradients: Gradients) -> None:
+        assert self.gradients is not None
+        self.gradients.receive(number, gradients)
+
     def _slot_with(self, number: int) -> Slot:
         """The slot that holds a block, after its copy; copies the block if no slot holds it."""
-        slot = self._holding(number)
-        if slot is not None and slot.version != self._hosts[number].version:
-            slot.holder = None
-            slot = None
+        slot = self._holding(number) if self._is_held(number) else None
         if slot is None:
             slot = self._free_slot({number}) or self._new_slot()
             self._copy(number, slot)
@@ -147,8 +177,10 @@ class BlockSwap:
         if use != self._position[1]:
             self._next[self._position] = use
             self._position = (self._position[1], use)
+            if self.gradients is not None and use[1] == _BACKWARD:
+                self.gradients.expect(number)
             self._copy_ahead(keep=number)
-        self._transfers.wait(slot)
+        self.transfers.wait(slot)
         return slot
 
     def _copy_ahead(self, keep: int | None = None) -> None:
@@ -158,7 +190,7 @@ class BlockSwap:
             use = self._expected_after(position)
             position = (position[1], use)
             wanted.add(use[0])
-            if self._holding(use[0]) is None:
+            if not self._is_held(use[0]):
                 slot = self._free_slot(wanted)
                 if slot is None:
                     return
@@ -178,6 +210,14 @@ class BlockSwap:
     def _holding(self, number: int) -> Slot | None:
         return next((slot for slot in self._slots if slot.holder == number), None)
 
+    def _is_held(self, number: int) -> bool:
+        """Whether a slot holds the current weights of a block; frees a slot that holds older ones."""
+        slot = self._holding(number)
+        if slot is not None and slot.version != self._hosts[number].version:
+            slot.holder = None
+            return False
+        return slot is not None
+
     def _free_slot(self, wanted: set[int | None]) -> Slot | None:
         """The least recently used slot that can be overwritten; None if there is none."""
         free = [slot for slot in self._slots if slot.holder not in wanted and not slot.is_referenced]
@@ -190,7 +230,7 @@ class BlockSwap:
     def _copy(self, number: int, slot: Slot) -> None:
         slot.holder, slot.version = number, self._hosts[number].version
         self.num_copies += 1
-        self._transfers.start(self._hosts[number].flat, slot)
+        self.transfers.start(self._hosts[number].flat, slot)
 
     def _slot_at(self, tensor: Tensor) -> Slot | None:
         """The slot that a tensor is a view of."""
@@ -235,8 +275,8 @@ class BlockSwap:
             self._copy_ahead()
 
 
-def frozen_owners(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
-    """The frozen weights of each block, as (module, name), that can wait in host memory.
+def movable_owners(model: nn.Module, blocks: Sequence[nn.Module], *, trained: bool) -> dict[nn.Module, list[Owner]]:
+    """The frozen weights of each block that can wait in host memory; `trained`: also the trained ones.
 
     Excludes tensor subclasses, and weights that anything else uses too: other blocks, other parts of the model.
     """
@@ -249,7 +289,7 @@ def frozen_owners(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[nn.Modu
             (module, name)
             for module in block.modules()
             for name, parameter in module.named_parameters(recurse=False)
-            if not (parameter.requires_grad or parameter in shared or num_uses[parameter] > 1)
+            if not ((parameter.requires_grad and not trained) or parameter in shared or num_uses[parameter] > 1)
             and type(parameter) is nn.Parameter
         ]
         for block in blocks
@@ -264,16 +304,23 @@ def _outside(module: nn.Module, blocks: set[nn.Module]) -> set[nn.Parameter]:
     return outside.union(*(_outside(child, blocks) for child in module.children()))
 
 
-def swapped_weights(model: nn.Module, blocks: Sequence[nn.Module]) -> set[nn.Parameter]:
+def swapped_weights(model: nn.Module, blocks: Sequence[nn.Module], *, trained: bool) -> set[nn.Parameter]:
     """The weights that wait in host memory if these blocks are swapped."""
-    owners = frozen_owners(model, blocks)
+    owners = movable_owners(model, blocks, trained=trained)
     return {getattr(module, name) for of_block in owners.values() for module, name in of_block}
 
 
 def frozen_bytes(model: nn.Module, blocks: Sequence[nn.Module]) -> list[int]:
     """Bytes of each block's frozen weights that can wait in host memory; the weights may be on meta."""
-    owners = frozen_owners(model, blocks)
+    owners = movable_owners(model, blocks, trained=False)
     return [flat_bytes([getattr(module, name) for module, name in owners[block]]) for block in blocks]
+
+
+def trained_bytes(model: nn.Module, blocks: Sequence[nn.Module]) -> list[int]:
+    """Bytes of each block's trained weights that can wait in host memory; the weights may be on meta."""
+    owners = movable_owners(model, blocks, trained=True)
+    weights = [[getattr(module, name) for module, name in owners[block]] for block in blocks]
+    return [flat_bytes([weight for weight in of_block if weight.requires_grad]) for of_block in weights]
 
 
 @cache  # one subclass per class of blocks, because torch.compile's guards check the class
