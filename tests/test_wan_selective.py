@@ -125,7 +125,7 @@ FORMS = {"none": 17 + 2 * INNER / WIDTH, "selective": 10 + INNER / WIDTH, "produ
 
 
 def stored_widths(form: str, compiles: bool) -> tuple[float, float]:
-    """What a block stores for backward in 16 bit, as multiples of its width per token, and in bytes of weights' copies."""
+    """What a block stores for backward: multiples of its width per token in 16 bit, and bytes of weights' copies."""
     plain = plain_model(attention_head_dim=64, num_attention_heads=2, ffn_dim=INNER, num_layers=1)
     made = selective_copy(plain, form == "products") if form in ("selective", "products") else fast_copy(plain)
     (block,) = made.blocks
@@ -206,9 +206,7 @@ def test_recomputing_selectively_takes_the_blocks_own_form(computed: list[bool],
     assert computed == [False] * len(made.blocks) * selective
 
 
-def test_without_gradients_nothing_is_prepared_for_them(
-    computed: list[bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_gradients_nothing_is_prepared_for_them(computed: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
     made, calls, forward = selective_copy(plain_model(), False), [], our_block._forward
 
     def noted(*inputs: Any) -> Tensor:
@@ -217,5 +215,9 @@ def test_without_gradients_nothing_is_prepared_for_them(
 
     monkeypatch.setattr(our_block, "_forward", noted)
     with torch.no_grad():
-        made(torch.randn(1, 16, 3, 8, 4)[:, : made.config.in_channels], torch.tensor([5.0]), torch.randn(1, 7, made.config.text_dim))
+        made(
+            torch.randn(1, 16, 3, 8, 4)[:, : made.config.in_channels],
+            torch.tensor([5.0]),
+            torch.randn(1, 7, made.config.text_dim),
+        )
     assert calls and not computed

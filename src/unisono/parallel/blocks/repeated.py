@@ -51,7 +51,7 @@ def recompute_activations(block: nn.Module, *, selective: bool = False) -> None:
     # share a patched instance.
     own = own_selective_class(block) if selective else None
     if isinstance(own, type):
-        block.__class__ = own  # type: ignore[assignment]
+        block.__class__ = own
     elif not _recomputes(block):
         block.__class__ = _recomputing(type(block), selective=selective)  # type: ignore[arg-type]  # is hashable
 
@@ -74,7 +74,7 @@ def has_autograd_functions(
 
 def recomputing(plain: type[nn.Module], *, selective: bool = False) -> type[nn.Module]:
     """A subclass of a class of blocks that recomputes its activations; see `recompute_activations`."""
-    return _recomputing(plain, selective=selective)
+    return _recomputing(plain, selective=selective)  # type: ignore[arg-type]  # is hashable
 
 
 def _recomputes(block: nn.Module) -> bool:

@@ -109,8 +109,10 @@ def _(dy: Tensor, x: Tensor) -> Any:
 def cast_again(parts: list[Tensor], dtype: torch.dtype) -> Any:
     """The matrices below each other in another dtype."""
     whole = parts[0].new_empty(sum(map(len, parts)), *parts[0].shape[1:], dtype=dtype)
-    for part, copy in zip(parts, whole.split([len(part) for part in parts]), strict=True):
-        copy.copy_(part)
+    begin = 0
+    for part in parts:
+        whole[begin : begin + len(part)] = part
+        begin += len(part)
     return whole
 
 
@@ -188,13 +190,11 @@ def attend_backward(
         unused = [torch.zeros(size, dtype=torch.uint64, device=q.device) for size in (2, ())]  # for dropout
         gradients = _aten._scaled_dot_product_flash_attention_backward(given, q, k, v, result, rows, *plain, *unused)
     elif chosen == SDPBackend.FLASH_ATTENTION:
-        gradients = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            given, q, k, v, result, rows, 0.0, False
-        )
+        gradients = _aten._scaled_dot_product_flash_attention_for_cpu_backward(given, q, k, v, result, rows, 0.0, False)
     else:
         with torch.enable_grad():
-            leaves = [part.detach().requires_grad_() for part in (q, k, v)]
-            gradients = torch.autograd.grad(_plain(*leaves, chosen), leaves, given)
+            q, k, v = leaves = [part.detach().requires_grad_() for part in (q, k, v)]
+            gradients = torch.autograd.grad(_plain(q, k, v, chosen), leaves, given)
     dq, *others = gradients
     if pieces > 1:
         others = [gradient.sum(0, keepdim=True) for gradient in others]

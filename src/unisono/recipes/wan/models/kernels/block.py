@@ -57,7 +57,7 @@ def _fast(plain: type[nn.Module], devices: tuple[str, ...]) -> type[nn.Module]:
     fast = type(plain.__name__, (plain,), {"forward": forward, "__module__": plain.__module__})
 
     def selective_form(block: nn.Module, *, products: bool = False) -> type[nn.Module] | str:
-        return _why_not_selective(block, fast) or _selective(plain, devices, products)
+        return _why_not_selective(block, fast) or _selective(plain, devices, products)  # type: ignore[arg-type]
 
     has_autograd_functions(fast, selective_form)
     return fast
@@ -87,7 +87,7 @@ def _is_supported(x: Tensor, time: Tensor, devices: tuple[str, ...]) -> bool:
 
 def _why_not_selective(block: Any, fast: type[nn.Module]) -> str:
     """Why a block cannot recompute parts of itself; empty if it can."""
-    attentions = (block.attn1, block.attn2)
+    attentions: tuple[Any, ...] = (block.attn1, block.attn2)
     layers = [layer for part in attentions for layer in (part.to_q, part.to_k, part.to_v, part.to_out[0])]
     widen, dropout, narrow = block.ffn.net
     if type(block) is not fast:

@@ -103,7 +103,10 @@ class _Attention(Function):
     def backward(ctx: Any, dh: Tensor, dout: Tensor) -> Any:
         products, dtype, norm_eps, heads, kernel, pieces = ctx.plan
         saved = _saved(ctx)
-        (x, o, gate, weight, bias, mean, rstd, text, cosine, sine, norms, out, logarithms), saved = saved[:13], saved[13:]
+        (x, o, gate, weight, bias, mean, rstd, text, cosine, sine, norms, out, logarithms), saved = (
+            saved[:13],
+            saved[13:],
+        )
         layers, raw = saved[:6], saved[6:]
         of_groups = _layers_of(layers, text)
         if products:
