@@ -63,4 +63,4 @@ def own_selective_class(block: nn.Module, *, products: bool = False) -> type[nn.
     `products`: one that recomputes matrix products too whose results are large. None for blocks without such a class.
     """
     form = getattr(type(block), "_unisono_selective", None)
-    return None if form is None else form(block, products=products)  # type: ignore[no-any-return]
+    return None if form is None else form(block, products=products)

@@ -94,7 +94,7 @@ def _why_not_selective(block: Any, fast: type[nn.Module]) -> str:
         return "waits in host memory"
     if not all(map(fused._is_plain, [*layers, widen.proj, narrow])):
         return "has frozen weights or adapters"
-    if isinstance(block.attn1.processor, DividedAttention):
+    if isinstance(attentions[0].processor, DividedAttention):
         return "divides its tokens between ranks"
     if any(kernel_name(part.processor._attention_backend) is None for part in attentions):
         return "uses an attention kernel that is not torch's"
