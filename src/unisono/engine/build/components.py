@@ -30,6 +30,7 @@ from unisono.engine.step.optimizer_wrapper import OptimizerWrapper
 from unisono.engine.step.precision import LossScale, weight_type
 from unisono.errors import ConfigError
 from unisono.optim.schedule_free import ScheduleFreeAdamW
+from unisono.parallel.blocks.mixed import MixedBlocks
 from unisono.parallel.blocks.repeated import compile_blocks, recompute_activations, repeated_blocks
 from unisono.parallel.blocks.selective import why_not_selective
 from unisono.parallel.blocks.swap import BlockSwap, swapped_weights
@@ -71,7 +72,8 @@ def build_components(
     placement = replace(placement, shard_size=chosen.shard_size)
     recording = plan_recording(recipe, settings, placement.device, chosen.name)
     swap_plan = plan_blocks_on_host(model.module, model.blocks, settings, placement)
-    strategy, remarks = _distribute(model, swap_plan, recipe, settings, placement, chosen.name)
+    mixed = _mix_levels(model, settings, placement)
+    strategy, remarks = _distribute(model, swap_plan, recipe, settings, placement, chosen.name, mixed)
     recipe.shards = strategy.row_shards()
     optimizer = OptimizerWrapper(
         strategy.parameters,
@@ -98,6 +100,7 @@ def build_components(
         captures=recording.captures,
         recordable=recording.is_possible,
         blocks_on_host=swap_plan.sizes,
+        mixed_blocks=mixed,
     )
 
 
@@ -155,13 +158,14 @@ def _distribute(
     settings: Settings,
     placement: Placement,
     name: str,
+    mixed: MixedBlocks | None,
 ) -> tuple[Strategy, list[str]]:
     """Applies activation checkpointing and compilation, and places the model and the frozen modules on devices."""
     if model.source is not None and name != "fsdp":  # fsdp fills its shards itself
         waiting = swapped_weights(model.module, swap_plan.blocks)
         fill(model.module, model.source, placement.device, on_host=waiting)
     swap = BlockSwap(model.module, swap_plan.blocks, placement.device) if swap_plan.blocks else None
-    remarks = _transform_blocks(model.module, model.blocks, swap, settings, placement)
+    remarks = [] if mixed else _transform_blocks(model.module, model.blocks, swap, settings, placement)
     sharded = recipe.sharded()
     with nullcontext() if swap is None else swap.set_aside():
         strategy = STRATEGIES[name](
@@ -192,6 +196,17 @@ def _distribute(
         for module in frozen.values():
             cast_weights(module, torch.float64)
     return strategy, [*remarks, *model.base.remarks(sharded=strategy.sharded or bool(sharded))]
+
+
+def _mix_levels(model: _InitialModel, settings: Settings, placement: Placement) -> MixedBlocks | None:
+    """Prepares the blocks for a choice of what they recompute, if the settings limit their memory."""
+    if settings.precision.activation_memory_gb is None:
+        return None
+    if len(placement.devices) > 1:
+        raise ConfigError("activation_memory_gb works with strategy single, ddp and fsdp, not with dp")
+    if not model.blocks:
+        raise ConfigError("activation_memory_gb: the model has no repeated blocks; use activation_checkpointing")
+    return MixedBlocks(model.blocks, compiles=settings.precision.compile)
 
 
 def _transform_blocks(

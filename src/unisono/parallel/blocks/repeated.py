@@ -72,9 +72,9 @@ def has_autograd_functions(
         kind._unisono_selective = staticmethod(selective)  # type: ignore[attr-defined]
 
 
-def recomputing(plain: type[nn.Module], *, selective: bool = False) -> type[nn.Module]:
-    """A subclass of a class of blocks that recomputes its activations; see `recompute_activations`."""
-    return _recomputing(plain, selective=selective)  # type: ignore[arg-type]  # is hashable
+def recomputing(plain: type[nn.Module], *, selective: bool = False, compute: Any = None) -> type[nn.Module]:
+    """A subclass of a class of blocks that recomputes its activations; `compute` is its compiled forward function."""
+    return _recomputing(plain, compute, selective=selective)  # type: ignore[arg-type]  # is hashable
 
 
 def _recomputes(block: nn.Module) -> bool:
