@@ -28,6 +28,7 @@ from unisono.engine.training_run import TrainingRun
 from unisono.errors import TrainingFailed, TryAgain, TrySmaller, UnisonoError
 from unisono.formatting import format_bytes
 from unisono.observe.folder import append_event
+from unisono.parallel.blocks.mixed import DESCRIPTIONS
 
 _LAST_SAVE_S = 60.0
 
@@ -267,10 +268,10 @@ class Trainer:
         with mixed.measuring():
             self._try_out(self._sizer.plan)
         blocks, stored = mixed.choose(int(limit * 2**30), self._agreement.all_gather(mixed.measured()))
-        chosen = ", ".join(f"{level} {count}" for level, count in blocks.items())
+        chosen = ", ".join(f"{DESCRIPTIONS[level]} in {count}" for level, count in blocks.items())
         fits = "" if stored <= limit * 2**30 else ", more than the limit: lower micro_batch"
         self._recorder.message(
-            f"activation_memory_gb {limit:g}: blocks that recompute {chosen}; they store {format_bytes(stored)}{fits}"
+            f"activation_memory_gb {limit:g}: blocks recompute {chosen}; they store {format_bytes(stored)}{fits}"
         )
         self._folder.event("activation_memory", step=self.state.step, blocks=dict(blocks), bytes=stored)
 

@@ -23,6 +23,7 @@ from unisono.parallel.blocks.repeated import compiled_forward, recomputing
 from unisono.parallel.blocks.selective import own_selective_class, why_not_selective
 
 STORE, CHEAP, PRODUCTS, WHOLE = "none", "selective", "products", "whole"
+DESCRIPTIONS = {STORE: "nothing", CHEAP: "what is cheap", PRODUCTS: "matrix products too", WHOLE: "everything"}
 Sizes = Mapping[str, int]  # bytes that a block stores, by level
 
 # Time that a level costs, as a fraction of a block's forward pass.
