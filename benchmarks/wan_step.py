@@ -2,6 +2,7 @@
 
     python benchmarks/wan_step.py                        # a GPU: the real 1.3B architecture, three shapes
     python benchmarks/wan_step.py --shapes 512x512x1     # one of them
+    python benchmarks/wan_step.py --only selective,usual --budget 500   # some rows; starts none after 500 s
     python benchmarks/wan_step.py --quick                # smoke test on any machine; the numbers mean nothing
 
 Every variant trains all weights with AdamW, bf16 and clipping. It starts from random weights, and the data is a folder
@@ -33,8 +34,11 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 RESULTS = HERE / "results"
 USUAL = "usual: Accelerate, gradient checkpointing"
+USUAL_STORING = "usual: Accelerate, without gradient checkpointing"
 OURS = "unisono"
 GRAPH = "unisono, --cuda_graph"
+SELECTIVE = "unisono, --activation_checkpointing selective"
+EQUAL = "unisono, --activation_memory_gb 9.5"  # about what the usual loop leaves for activations
 RECOMPUTE = "unisono, --activation_checkpointing"
 BARS = {"512x512x1": 2.5, "480x832x17": 2.5, "480x832x81": 1.6}
 FIRST = 5  # untimed steps: compilation, guarding, choice of kernels
@@ -57,11 +61,11 @@ class Shape:
 
 
 SHAPES = {
-    "480x832x17": Shape(1, (16, 5, 60, 104), 16, (GRAPH, USUAL, OURS)),
-    "512x512x1": Shape(16, (16, 1, 64, 64), 14, (GRAPH, USUAL, OURS)),
-    "480x832x81": Shape(1, (16, 21, 60, 104), 9, (OURS, USUAL, RECOMPUTE)),
+    "480x832x17": Shape(1, (16, 5, 60, 104), 16, (GRAPH, USUAL, OURS, SELECTIVE, EQUAL, RECOMPUTE, USUAL_STORING)),
+    "512x512x1": Shape(16, (16, 1, 64, 64), 14, (GRAPH, USUAL, OURS, SELECTIVE, EQUAL, RECOMPUTE, USUAL_STORING)),
+    "480x832x81": Shape(1, (16, 21, 60, 104), 9, (OURS, USUAL, SELECTIVE, RECOMPUTE)),
 }
-QUICK = {"16x16x1": Shape(2, (16, 1, 4, 4), 9, (OURS, USUAL, RECOMPUTE))}
+QUICK = {"16x16x1": Shape(2, (16, 1, 4, 4), 9, (OURS, USUAL, SELECTIVE, EQUAL, RECOMPUTE, USUAL_STORING))}
 TINY = {"num_attention_heads": 2, "attention_head_dim": 12, "in_channels": 16, "out_channels": 16, "text_dim": 32}
 TINY |= {"freq_dim": 32, "ffn_dim": 32, "num_layers": 2}
 
@@ -130,8 +134,10 @@ def measure(variant: str, shape: Shape, data: Path, scratch: Path, model: str, p
     common = ["--batch_size", str(shape.batch), "--max_steps", str(shape.steps + 1), "--model_config", model]
     common += ["--learning_rate", "1e-5", "--shift", "3"]
     folder = Path(tempfile.mkdtemp(dir=scratch)) / "run"
-    if variant == USUAL:
+    is_usual = variant in (USUAL, USUAL_STORING)
+    if is_usual:
         words = [sys.executable, str(HERE / "wan_usual.py"), str(data), *common]
+        words += ["--store_activations"] if variant == USUAL_STORING else []
     else:
         words = [sys.executable, "-m", "unisono", "train", "wan-flow", "--dataset_path", str(data), *common]
         words += ["--output_dir", str(folder), "--log_every", "1", "--warmup_steps", "0", "--ema_decay", "0"]
@@ -148,20 +154,20 @@ def measure(variant: str, shape: Shape, data: Path, scratch: Path, model: str, p
             "-1",
         ]
         words += ["--tensorboard", "false", "--num_workers", "1", "--seed", "0"]
-        words += {GRAPH: ["--cuda_graph"], RECOMPUTE: ["--activation_checkpointing"]}.get(variant, [])
-    compiled = scratch / f"{data.name}-{'usual' if variant == USUAL else 'ours'}-compiled"
+        words += shlex.split(variant.partition(", ")[2])  # a row is named by its flags
+    compiled = scratch / f"{data.name}-{'usual' if is_usual else 'ours'}-compiled"
     environ = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(compiled)}
     environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), environ.get("PYTHONPATH", "")])
     began = time.monotonic()
-    metrics = None if variant == USUAL else folder / "metrics.jsonl"
+    metrics = None if is_usual else folder / "metrics.jsonl"
     code, out, err = run(words, environ, scratch, metrics, shape.steps, patience)
     if code:
         print(err[-4000:], file=sys.stderr)
         return {"failed": (err.strip().splitlines() or ["no word"])[-1][:300]}
-    row: Row = {"failed": "", "command": shlex.join(["unisono", *words[3:]] if variant != USUAL else words[1:])}
+    row: Row = {"failed": "", "command": shlex.join(words[1:] if is_usual else ["unisono", *words[3:]])}
     row["command"] = row["command"].replace(str(scratch), "SCRATCH").replace(str(ROOT) + "/", "")
     row["wall_s"] = round(time.monotonic() - began, 1)
-    if variant == USUAL:
+    if is_usual:
         measured = json.loads(out.strip().splitlines()[-1])
         return row | measured | {"rounds": [measured.pop("step_ms")]}
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -235,7 +241,7 @@ def table(result: Row) -> list[str]:
     columns = ["shape", "batch", "loop", "ms/step", "× usual", "tokens/s", "MFU", "peak GiB", "largest loss difference"]
     lines += [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for name, rows in result["rows"].items():
-        for variant, row in sorted(rows.items(), key=lambda item: item[0] != USUAL):
+        for variant, row in sorted(rows.items(), key=lambda item: (not item[0].startswith("usual"), item[0] != USUAL)):
             cells = [name, str(result["shapes"][name]["batch"]), variant]
             if row["failed"]:
                 cells.append(f"FAILED: {row['failed']}".replace("|", " "))
@@ -251,7 +257,7 @@ def table(result: Row) -> list[str]:
     lines.append("")
     for name, bar in BARS.items():
         rows = result["rows"].get(name, {})
-        ours = [row for variant, row in rows.items() if variant != USUAL and row.get("times_usual")]
+        ours = [row for variant, row in rows.items() if variant.startswith(OURS) and row.get("times_usual")]
         if not ours and rows and not result["quick"]:
             lines.append(f"- {name}: target {bar} × the usual loop; not measured, because one of the two has not run.")
         if ours and not result["quick"]:
@@ -270,7 +276,8 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--shapes", default="", help="separated by commas (default all)")
     parser.add_argument("--patience_s", type=float, default=600)
-    parser.add_argument("--begin_none_after_s", type=float, default=86400, help="skip variants that would start later")
+    parser.add_argument("--only", default="", help="only rows whose names contain one of these texts, by commas")
+    parser.add_argument("--budget", type=float, default=86400, help="seconds after which no row starts any more")
     parser.add_argument("--rounds", type=int, default=1, help="rounds of all variants, interleaved")
     parser.add_argument(
         "--keep", action="store_true", help="run only shapes for which --output lacks one of the two loops"
@@ -285,11 +292,19 @@ def main() -> int:
     from unisono.recipes.wan.models.load import CONFIGS
 
     config = TINY if options.quick else CONFIGS["1.3b"]
+    texts = [text for text in options.only.split(",") if text]
+    variants = {
+        name: [row for row in shapes[name].variants if not texts or any(text in row for text in texts)]
+        for name in names
+    }
+    if not any(variants.values()):
+        parser.error(f"--only {options.only}: no row's name contains that")
     import torch
 
     words = ["python", "benchmarks/wan_step.py", *(["--quick"] if options.quick else [])]
     words += ["--shapes", options.shapes] if options.shapes else []
-    words += ["--begin_none_after_s", f"{options.begin_none_after_s:g}"] if options.begin_none_after_s < 86400 else []
+    words += ["--only", options.only] if options.only else []
+    words += ["--budget", f"{options.budget:g}"] if options.budget < 86400 else []
     words += ["--rounds", str(options.rounds)] if options.rounds > 1 else []
     words += ["--keep"] if options.keep else []
     result: Row = {
@@ -305,7 +320,7 @@ def main() -> int:
     options.output.mkdir(parents=True, exist_ok=True)
     if options.keep and (options.output / "wan_step.json").exists():
         names = keep(result, json.loads((options.output / "wan_step.json").read_text()), names)
-    latest = time.monotonic() + options.begin_none_after_s
+    latest = time.monotonic() + options.budget
     with tempfile.TemporaryDirectory() as place:
         scratch = Path(place)
         model = "1.3b"
@@ -314,11 +329,11 @@ def main() -> int:
             Path(model).write_text(json.dumps(config))
         for name in names:
             write_data(scratch / name, shapes[name], config["text_dim"])
-        most = max((len(shapes[name].variants) for name in names), default=0)
+        most = max((len(variants[name]) for name in names), default=0)
         for turn in [turn for _ in range(options.rounds) for turn in range(most)]:
             for name in names:
-                if turn < len(shapes[name].variants) and time.monotonic() < latest:
-                    variant = shapes[name].variants[turn]
+                if turn < len(variants[name]) and time.monotonic() < latest:
+                    variant = variants[name][turn]
                     row = measure(variant, shapes[name], scratch / name, scratch, model, options.patience_s)
                     row = result["rows"][name][variant] = joined(result["rows"][name].get(variant), row)
                     finished(result["rows"][name], shapes[name], config, result["ceiling"])

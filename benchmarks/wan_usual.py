@@ -35,13 +35,15 @@ def main() -> None:
     parser.add_argument("--max_steps", type=int, default=12)
     parser.add_argument("--learning_rate", type=float, default=1e-5)
     parser.add_argument("--shift", type=float, default=3.0)
+    parser.add_argument("--store_activations", action="store_true", help="without gradient checkpointing")
     options = parser.parse_args()
 
     accelerator = Accelerator(mixed_precision="bf16")
     device = accelerator.device
     seed_everything(0)
     model = WanTransformer3DModel(**transformer_config(None, options.model_config))
-    model.enable_gradient_checkpointing()
+    if not options.store_activations:
+        model.enable_gradient_checkpointing()
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, weight_decay=0.01)
     model, optimizer = accelerator.prepare(model, optimizer)

@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from unisono.parallel.blocks.repeated import recompute_activations
-from unisono.recipes.wan.models.kernels import attention, fused
+from unisono.recipes.wan.models.kernels import attention, fused, pieces
 from unisono.recipes.wan.models.kernels import block as our_block
 from unisono.recipes.wan.models.kernels.attention import use
 from unisono.recipes.wan.models.kernels.block import make_fast
@@ -258,25 +258,25 @@ def test_queries_in_pieces_see_the_same_keys() -> None:
     weight = torch.randn(1, 4800, 3, 4, dtype=torch.float64)
     gradients = []
     for numbers in ((), (7, 8)):  # 7 does not divide 4800
-        parts = our_block._in_pieces(split, numbers)
+        parts = pieces.in_pieces(split, numbers)
         assert len(parts[0]) == (8 if numbers else 1)
         gradients.append(torch.autograd.grad((attention(parts) * weight).sum(), split))
     for plain, cut in zip(*gradients, strict=True):
         torch.testing.assert_close(cut, plain)
-    assert our_block._in_pieces(split, (16,)) is split, "pieces of 300 are too short"
+    assert pieces.in_pieces(split, (16,)) is split, "pieces of 300 are too short"
 
 
 def test_a_block_with_queries_in_pieces_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(our_block, "_pieces", lambda *_: (4,))
-    monkeypatch.setattr(our_block, "_QUERIES", 2)
-    cut, compute = [], our_block._in_pieces
+    monkeypatch.setattr(our_block, "possible_pieces", lambda *_: (4,))
+    monkeypatch.setattr(pieces, "_QUERIES", 2)
+    cut, compute = [], pieces.in_pieces
 
     def noted(*arguments: Any) -> list[Tensor]:
-        pieces = compute(*arguments)
-        cut.append(len(pieces[0]))
-        return pieces
+        split = compute(*arguments)
+        cut.append(len(split[0]))
+        return split
 
-    monkeypatch.setattr(our_block, "_in_pieces", noted)
+    monkeypatch.setattr(our_block, "in_pieces", noted)
     plain = plain_model()
     drawn = torch.Generator().manual_seed(1)
     noisy = torch.randn(1, plain.config.in_channels, 3, 8, 4, generator=drawn)
@@ -293,17 +293,17 @@ def test_a_block_with_queries_in_pieces_computes_the_same(monkeypatch: pytest.Mo
 
 def test_queries_are_split_if_a_gpu_would_be_idle_otherwise() -> None:
     """As measured on 132 multiprocessors: 12 heads with 512 keys keep 48 of them busy, 24 heads keep 96 busy."""
-    assert our_block._pieces(12, 512, 132)[:2] == (5, 8)
-    assert our_block._pieces(40, 512, 132)[:2] == (3, 4)
-    assert our_block._pieces(24, 512, 132) == ()
-    assert our_block._pieces(12, 7800, 132) == ()
+    assert pieces.possible_pieces(12, 512, 132)[:2] == (5, 8)
+    assert pieces.possible_pieces(40, 512, 132)[:2] == (3, 4)
+    assert pieces.possible_pieces(24, 512, 132) == ()
+    assert pieces.possible_pieces(12, 7800, 132) == ()
 
 
 def test_pieces_do_not_break_a_compiled_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(our_block, "_multiprocessors", torch.compiler.assume_constant_result(lambda: 132))
+    monkeypatch.setattr(pieces, "multiprocessors", torch.compiler.assume_constant_result(lambda: 132))
 
     def cut(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-        return our_block._in_pieces([q, k, v], our_block._pieces(12, k.shape[1], our_block._multiprocessors()))
+        return pieces.in_pieces([q, k, v], pieces.possible_pieces(12, k.shape[1], pieces.multiprocessors()))
 
     counter = CompileCounter()
     compiled = torch.compile(cut, backend=counter, fullgraph=True)

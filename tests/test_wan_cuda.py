@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ from diffusers import WanTransformer3DModel
 
 import unisono
 from many_runs import Run, many_runs
-from unisono.parallel.blocks.repeated import compile_blocks
+from unisono.parallel.blocks.repeated import compile_blocks, recompute_activations
+from unisono.parallel.blocks.selective import own_selective_class
 from unisono.recipes.wan.models.kernels.attention import use
 from unisono.recipes.wan.models.kernels.block import use_fast_blocks
 from wan_models import save_data, save_pipelines
@@ -90,8 +92,48 @@ def test_a_kernel_by_name_is_given_what_torchs_own_choice_is_given(
     assert peaks[1] < peaks[0] + copy, f"{(peaks[1] - peaks[0]) / copy:.1f} copies more"
 
 
+FORMS = ("none", "selective", "products", "whole")
+
+
+def recompute(model: Any, form: str) -> None:
+    for block in model.blocks:
+        if form == "whole":
+            recompute_activations(block)
+        elif form != "none":
+            own = own_selective_class(block, products=form == "products")
+            assert isinstance(own, type), own
+            block.__class__ = own
+
+
+@SHAPES
+@pytest.mark.parametrize("kernel", ["auto", "cudnn", "flash", "efficient"])
+def test_blocks_that_recompute_less_train_the_same(latent: tuple[int, ...], batch: int, kernel: str) -> None:
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        plain = WanTransformer3DModel(**BLOCKS | {"num_layers": 6})
+    use_fast_blocks(plain)
+    use(kernel, plain)
+    expected = gradients(plain, latent, batch)
+    for compiles in (False, True):
+        peaks = {}
+        for form in FORMS:
+            model = copy.deepcopy(plain)
+            recompute(model, form)
+            if compiles:
+                compile_blocks(model, list(model.blocks))
+            gradients(model, latent, batch)
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            assert_same(gradients(model, latent, batch), expected)
+            peaks[form] = (torch.cuda.max_memory_allocated() - before) / 2**20
+            del model
+        print(f"compiled {compiles}, {kernel}: " + ", ".join(f"{form} {peak:,.0f} MiB" for form, peak in peaks.items()))
+        assert peaks["none"] > peaks["selective"] > peaks["products"], peaks
+        assert peaks["selective"] > peaks["whole"], peaks
+
+
 def test_kernels_compute_what_plain_torch_does_for_the_widths_of_every_wan() -> None:
-    from unisono.recipes.wan.models.kernels import operations
+    from unisono.recipes.wan.models.kernels import again, operations
 
     drawn = torch.Generator().manual_seed(0)
 
@@ -123,9 +165,17 @@ def test_kernels_compute_what_plain_torch_does_for_the_widths_of_every_wan() -> 
                 ([dy, dh], three[..., : 2 * width].contiguous(), weight[:1], *nothing, scale[:1], head),
             ],
             "gelu_backward": [(dy, x)],
+            "norm_again": [(x, o, gate, weight, bias, 1e-6)],
+            "norm_backward_again": [
+                (dh, dy, x, o, gate, weight, bias, mean, rstd, True),
+                (dh, dy, h, None, None, weight, bias, mean, rstd, True),
+                (dh, dy, h, None, None, weight, bias, mean, rstd, False),
+            ],
+            "rotate_again": [(three, weight, *angles, head, 1e-6)],
+            "gelu_backward_again": [(dy, x)],
         }
         for name, variants in inputs.items():
-            operation = getattr(operations, name)
+            operation = getattr(again if name.endswith("_again") else operations, name)
             for inside in variants:
                 for found, expected in zip(operation(*on_gpu(inside)), operation(*inside), strict=True):
                     assert (found.cpu() - expected).norm() <= 1e-5 * expected.norm(), (name, width)

@@ -130,6 +130,8 @@ class PrecisionSettings:
     """Record a step as a CUDA graph and replay it. Helps small models that are limited by kernel launches. Supports single and ddp and inputs of one shape; Python code in loss() runs only once, during recording."""
     activation_checkpointing: bool | Literal["selective"] = False
     """Recompute each repeated block in backward instead of storing its activations: less memory, about a third more computation. selective: also store the results of attention and of every second matrix product, which are expensive to recompute."""
+    activation_memory_gb: float | None = None
+    """Memory per GPU, in GiB, for the activations that all repeated blocks together store for backward. A trial before step 1 measures the blocks, and each block then recomputes as little as this allows: nothing, what is cheap, or everything. Instead of activation_checkpointing."""
     recompute_every: int = 1
     """With activation_checkpointing: recompute only every n-th block. The others store their activations, which is faster and needs more memory."""
 

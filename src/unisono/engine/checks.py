@@ -131,6 +131,7 @@ def check_settings(settings: Settings) -> None:
         (_FRACTIONS, 0, 1, "from 0 to 1"),
         (("beta1", "beta2"), 0, 1 - 1e-12, "from 0 to less than 1"),
         (("bucket_cap_mb",), 1e-3, math.inf, "more than 0"),
+        (("activation_memory_gb",), 1e-9, math.inf, "more than 0"),
     ):
         for name in names:
             if values[name] is not None and values[name] != "auto" and not low <= values[name] <= high:
@@ -164,6 +165,8 @@ def check_settings(settings: Settings) -> None:
         raise ConfigError(
             f"shard_size {shard_size} needs fsdp, and strategy {strategy} shards nothing; remove one of them"
         )
+    if settings.precision.activation_memory_gb is not None:
+        _check_activation_memory(settings)
     if settings.parallel.blocks_on_host != 0:
         _check_blocks_on_host(settings)
     if strategy in ("fsdp", "hsdp") and settings.parallel.find_unused_parameters:
@@ -172,6 +175,20 @@ def check_settings(settings: Settings) -> None:
         _check_context_settings(settings)
     if settings.parallel.static_graph and settings.parallel.find_unused_parameters:
         raise ConfigError("static_graph and find_unused_parameters contradict each other; remove one of them")
+
+
+def _check_activation_memory(settings: Settings) -> None:
+    precision = settings.precision
+    if precision.activation_checkpointing or precision.recompute_every != 1:
+        name = "activation_checkpointing" if precision.activation_checkpointing else "recompute_every"
+        raise ConfigError(f"activation_memory_gb chooses itself what to recompute; remove it, or {name}")
+    if settings.parallel.blocks_on_host != 0:
+        raise ConfigError(
+            "activation_memory_gb cannot measure blocks that wait on the host; remove blocks_on_host, or use "
+            "activation_checkpointing instead of activation_memory_gb"
+        )
+    if settings.parallel.strategy == "dp":
+        raise ConfigError("activation_memory_gb works with strategy single, ddp and fsdp, not with dp")
 
 
 def _check_blocks_on_host(settings: Settings) -> None:

@@ -30,6 +30,7 @@ from unisono.engine.step.optimizer_wrapper import OptimizerWrapper
 from unisono.engine.step.precision import LossScale, weight_type
 from unisono.errors import ConfigError
 from unisono.optim.schedule_free import ScheduleFreeAdamW
+from unisono.parallel.blocks.mixed import MixedBlocks
 from unisono.parallel.blocks.repeated import compile_blocks, recompute_activations, repeated_blocks
 from unisono.parallel.blocks.selective import why_not_selective
 from unisono.parallel.blocks.streamed_update import StreamedUpdate
@@ -73,7 +74,8 @@ def build_components(
     recording = plan_recording(recipe, settings, placement.device, chosen.name)
     swap_plan = plan_blocks_on_host(model.module, model.blocks, settings, placement)
     swap = _swap_blocks(model, swap_plan, placement, chosen.name)
-    strategy, remarks = _distribute(model, swap, recipe, settings, placement, chosen.name)
+    mixed = _mix_levels(model, settings, placement)
+    strategy, remarks = _distribute(model, swap, recipe, settings, placement, chosen.name, mixed)
     on_host = None if swap is None or swap.gradients is None else StreamedUpdate(swap)
     recipe.shards = strategy.row_shards()
     optimizer = OptimizerWrapper(
@@ -102,6 +104,7 @@ def build_components(
         captures=recording.captures,
         recordable=recording.is_possible,
         blocks_on_host=swap_plan.sizes,
+        mixed_blocks=mixed,
     )
 
 
@@ -170,9 +173,10 @@ def _distribute(
     settings: Settings,
     placement: Placement,
     name: str,
+    mixed: MixedBlocks | None,
 ) -> tuple[Strategy, list[str]]:
     """Applies activation checkpointing and compilation, and places the model and the frozen modules on devices."""
-    remarks = _transform_blocks(model.module, model.blocks, swap, settings, placement)
+    remarks = [] if mixed else _transform_blocks(model.module, model.blocks, swap, settings, placement)
     sharded = recipe.sharded()
     with nullcontext() if swap is None else swap.set_aside():
         strategy = STRATEGIES[name](
@@ -205,6 +209,17 @@ def _distribute(
         for module in frozen.values():
             cast_weights(module, torch.float64)
     return strategy, [*remarks, *model.base.remarks(sharded=strategy.sharded or bool(sharded))]
+
+
+def _mix_levels(model: _InitialModel, settings: Settings, placement: Placement) -> MixedBlocks | None:
+    """Prepares the blocks for a choice of what they recompute, if the settings limit their memory."""
+    if settings.precision.activation_memory_gb is None:
+        return None
+    if len(placement.devices) > 1:
+        raise ConfigError("activation_memory_gb works with strategy single, ddp and fsdp, not with dp")
+    if not model.blocks:
+        raise ConfigError("activation_memory_gb: the model has no repeated blocks; use activation_checkpointing")
+    return MixedBlocks(model.blocks, compiles=settings.precision.compile)
 
 
 def _transform_blocks(

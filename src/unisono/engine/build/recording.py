@@ -48,6 +48,8 @@ def _obstacle(recipe: Recipe, settings: Settings, strategy: str) -> str | None:
     if settings.precision.activation_checkpointing:
         # Activation checkpointing saves and restores the RNG state, which cannot be recorded.
         return "cuda_graph cannot record activation_checkpointing; remove one of them"
+    if settings.precision.activation_memory_gb is not None:
+        return "cuda_graph cannot record blocks that recompute (activation_memory_gb); remove one of them"
     if settings.parallel.blocks_on_host != 0:
         return "cuda_graph always reads the same memory, and blocks_on_host replaces weights; remove one of them"
     if recipe.coupled:

@@ -9,6 +9,7 @@ from unisono.engine.state import TrainState
 from unisono.engine.step.ema import Average
 from unisono.engine.step.optimizer_wrapper import OptimizerWrapper
 from unisono.engine.step.precision import LossScale
+from unisono.parallel.blocks.mixed import MixedBlocks
 from unisono.parallel.strategy import Strategy
 from unisono.planning.blocks_on_host import BlocksOnHost
 
@@ -28,3 +29,4 @@ class Components:
     captures: bool  # steps are recorded as CUDA graphs
     recordable: bool  # steps are not recorded, but could be
     blocks_on_host: BlocksOnHost
+    mixed_blocks: MixedBlocks | None  # blocks whose levels of recomputation are chosen before the first step

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from unisono.errors import ConfigError, RecipeError
 from unisono.optim import named
+from unisono.optim.adamw import adamw_for
 from unisono.optim.base import ShardAwareOptimizer
 from unisono.optim.combined import CombinedOptimizer
 from unisono.optim.prodigy import Prodigy
@@ -69,6 +70,8 @@ def from_settings(
     }
     if "fused" not in accepted:
         options["foreach"] = True
+    if kind is torch.optim.AdamW:
+        kind = adamw_for(parameters[0][1])
     return kind(list(parameters), **{name: value for name, value in options.items() if name in accepted})
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from unisono.parallel.blocks.compile_cache import use_compile_cache
-from unisono.parallel.blocks.selective import store_expensive_results
+from unisono.parallel.blocks.selective import own_selective_class, store_expensive_results
 
 _COMPILATIONS = 64
 _MIN_FRACTION = 0.1  # of the weights: includes the layers of an encoder and of a decoder, but not a few small heads
@@ -44,21 +44,37 @@ def _num_weights(modules: Sequence[nn.Module]) -> int:
 def recompute_activations(block: nn.Module, *, selective: bool = False) -> None:
     """Makes `block` store only its input and recompute its activations in backward (activation checkpointing).
 
-    `selective`: it also stores what is expensive to recompute; see `selective.py`.
+    `selective`: it also stores what is expensive to recompute; see `selective.py`. Blocks with their own autograd
+    functions may have their own form for that.
     """
     # By a subclass of the block's class: a wrapper module would rename the weights, and DataParallel's replicas would
     # share a patched instance.
-    if not _recomputes(block):
+    own = own_selective_class(block) if selective else None
+    if isinstance(own, type):
+        block.__class__ = own
+    elif not _recomputes(block):
         block.__class__ = _recomputing(type(block), selective=selective)  # type: ignore[arg-type]  # is hashable
 
 
-def has_autograd_functions(kind: type[nn.Module]) -> None:
+def has_autograd_functions(
+    kind: type[nn.Module], selective: Callable[..., type[nn.Module] | str] | None = None
+) -> None:
     """Declares that a class of blocks uses its own autograd functions, which save tensors for backward.
 
     If such a block is compiled together with its recomputation, the compiler keeps what they save, up to torch 2.11:
     nine tenths of a Wan block's activations. So such blocks are compiled first and recomputed from outside.
+
+    `selective(block, products=False)` returns a class for such a block that recomputes by itself what is cheap, or says
+    why there is none; with `products`, one that also recomputes matrix products whose results are large.
     """
     kind._unisono_functions = True  # type: ignore[attr-defined]
+    if selective is not None:
+        kind._unisono_selective = staticmethod(selective)  # type: ignore[attr-defined]
+
+
+def recomputing(plain: type[nn.Module], *, selective: bool = False, compute: Any = None) -> type[nn.Module]:
+    """A subclass of a class of blocks that recomputes its activations; `compute` is its compiled forward function."""
+    return _recomputing(plain, compute, selective=selective)  # type: ignore[arg-type]  # is hashable
 
 
 def _recomputes(block: nn.Module) -> bool:

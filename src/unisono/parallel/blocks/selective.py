@@ -48,7 +48,19 @@ def store_expensive_results() -> tuple[AbstractContextManager[Any], AbstractCont
 def why_not_selective(block: nn.Module) -> str | None:
     """Why a block can only be recomputed as a whole; None if it need not be."""
     if hasattr(type(block), "_unisono_functions"):
-        return "has its own kernels, which torch cannot store results of"
+        own = own_selective_class(block)
+        if isinstance(own, type):
+            return None
+        return own or "has its own kernels, which torch cannot store results of"
     if any(getattr(module, "inplace", False) is True for module in block.modules()):
         return "has in-place layers, which would change stored results"
     return None
+
+
+def own_selective_class(block: nn.Module, *, products: bool = False) -> type[nn.Module] | str | None:
+    """A class for a block with autograd functions that recomputes by itself what is cheap, or why there is none.
+
+    `products`: one that recomputes matrix products too whose results are large. None for blocks without such a class.
+    """
+    form = getattr(type(block), "_unisono_selective", None)
+    return None if form is None else form(block, products=products)

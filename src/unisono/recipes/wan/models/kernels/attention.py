@@ -107,6 +107,13 @@ def attend(query: Tensor, key: Tensor, value: Tensor, backend: Any) -> Any:
         return F.scaled_dot_product_attention(heads_first[0], heads_first[1], heads_first[2]).transpose(1, 2)
 
 
+def kernel_name(backend: Any) -> str | None:
+    """The name of the kernel that diffusers' processor stores, `auto` for PyTorch's own choice; None for any other."""
+    if backend is None or backend.value == "native":
+        return "auto"
+    return backend.value.removeprefix(_PREFIX) if backend.value in _NATIVE else None
+
+
 def can_compute(kernel: str, device_type: str, dtype: torch.dtype) -> bool:
     """Whether a kernel supports this dtype on such a device; they are for GPUs, and most of them for 16 bit."""
     if kernel in ("auto", "math"):

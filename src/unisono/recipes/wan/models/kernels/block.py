@@ -13,13 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unisono.parallel.blocks.repeated import has_autograd_functions
+from unisono.parallel.blocks.repeated import has_autograd_functions, recomputing
 from unisono.parallel.context import Tokens
-from unisono.recipes.wan.models.context import LocalAngles, attend_to_all
-from unisono.recipes.wan.models.kernels import fused
-
-_KEYS, _QUERIES = 128, 512  # keys per program of attention's backward pass, and the fewest queries per piece
-_BUSY = (0.65, 0.9)  # busy fraction of a GPU above which splitting gains nothing, and the one it must reach
+from unisono.recipes.wan.models.context import DividedAttention, LocalAngles, attend_to_all
+from unisono.recipes.wan.models.kernels import fused, selective
+from unisono.recipes.wan.models.kernels.attention import kernel_name
+from unisono.recipes.wan.models.kernels.pieces import in_pieces, multiprocessors, possible_pieces
 
 
 def use_fast_blocks(transformer: nn.Module) -> None:
@@ -52,14 +51,54 @@ def _is_known(block: Any) -> bool:
 @cache  # one class for all blocks of a kind: torch.compile's guards look at the class
 def _fast(plain: type[nn.Module], devices: tuple[str, ...]) -> type[nn.Module]:
     def forward(self: Any, hidden_states: Tensor, encoder_hidden_states: Tensor, temb: Tensor, rotary_emb: Any) -> Any:
-        # A modulation per token (temb of four dimensions) is not summed over tokens; float64 is for tests only.
-        is_supported = temb.ndim == 3 and hidden_states.dtype != torch.float64 and hidden_states.device.type in devices
-        compute = _forward if is_supported else plain.forward
+        compute = _forward if _is_supported(hidden_states, temb, devices) else plain.forward
         return compute(self, hidden_states, encoder_hidden_states, temb, rotary_emb)
 
     fast = type(plain.__name__, (plain,), {"forward": forward, "__module__": plain.__module__})
-    has_autograd_functions(fast)
+
+    def selective_form(block: nn.Module, *, products: bool = False) -> type[nn.Module] | str:
+        return _why_not_selective(block, fast) or _selective(plain, devices, products)  # type: ignore[arg-type]
+
+    has_autograd_functions(fast, selective_form)
     return fast
+
+
+@cache
+def _selective(plain: type[nn.Module], devices: tuple[str, ...], products: bool) -> type[nn.Module]:
+    """A class of blocks that recompute by themselves what is cheap, or with torch's help where they are not fast."""
+    elsewhere: Any = recomputing(plain, selective=True)
+
+    def forward(self: Any, hidden_states: Tensor, encoder_hidden_states: Tensor, temb: Tensor, rotary_emb: Any) -> Any:
+        if not _is_supported(hidden_states, temb, devices):
+            return elsewhere.forward(self, hidden_states, encoder_hidden_states, temb, rotary_emb)
+        inputs = (hidden_states, encoder_hidden_states, temb, rotary_emb)
+        if not torch.is_grad_enabled():
+            return _forward(self, *inputs)
+        return selective.forward(self, *inputs, products=products)
+
+    attributes = {"forward": forward, "_unisono_plain": plain, "__module__": plain.__module__}
+    return type(plain.__name__, (plain,), attributes)
+
+
+def _is_supported(x: Tensor, time: Tensor, devices: tuple[str, ...]) -> bool:
+    # A modulation per token (time of four dimensions) is not summed over tokens; float64 is for tests only.
+    return time.ndim == 3 and x.dtype != torch.float64 and x.device.type in devices
+
+
+def _why_not_selective(block: Any, fast: type[nn.Module]) -> str:
+    """Why a block cannot recompute parts of itself; empty if it can."""
+    attentions: tuple[Any, ...] = (block.attn1, block.attn2)
+    layers = [layer for part in attentions for layer in (part.to_q, part.to_k, part.to_v, part.to_out[0])]
+    widen, dropout, narrow = block.ffn.net
+    if type(block) is not fast:
+        return "waits in host memory"
+    if not all(map(fused._is_plain, [*layers, widen.proj, narrow])):
+        return "has frozen weights or adapters"
+    if isinstance(attentions[0].processor, DividedAttention):
+        return "divides its tokens between ranks"
+    if any(kernel_name(part.processor._attention_backend) is None for part in attentions):
+        return "uses an attention kernel that is not torch's"
+    return "has dropout in its feed-forward layers" if getattr(dropout, "p", 0) else ""
 
 
 def _forward(block: Any, x: Tensor, text: Tensor, time: Tensor, angles: Any) -> Tensor:
@@ -92,43 +131,9 @@ def _attention(
         parts += fused.rotated(layers[1:], other, norms[1:], angles, head)
     split = [part.view(*part.shape[:2], attention.heads, head) for part in parts]
     if other is not x and len(x) == 1:
-        split = _in_pieces(split, _pieces(attention.heads, other.shape[1], _multiprocessors()))
+        split = in_pieces(split, possible_pieces(attention.heads, other.shape[1], multiprocessors()))
     query, key, value = split
     out = attend_to_all(query, key, value, attention.processor._attention_backend, tokens).reshape(parts[0].shape)
     last, dropout = attention.to_out
     out, bias = fused.linear(last, out.type_as(parts[0]))
     return dropout(out), bias
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _multiprocessors() -> int:
-    if not torch.cuda.is_available():
-        return 0
-    return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
-
-
-def _pieces(heads: int, keys: int, multiprocessors: int) -> tuple[int, ...]:
-    """The numbers of pieces that a sample's queries can be split into; none if the GPU is busy without that."""
-
-    def busy(pieces: int) -> float:
-        programs = pieces * heads * -(-keys // _KEYS)
-        return programs / (multiprocessors * -(-programs // multiprocessors))
-
-    if not multiprocessors or busy(1) > _BUSY[0]:
-        return ()
-    return tuple(pieces for pieces in range(2, 17) if busy(pieces) > _BUSY[1])
-
-
-def _in_pieces(split: list[Tensor], numbers: tuple[int, ...]) -> list[Tensor]:
-    """Splits the queries into several samples with the same keys and values.
-
-    The backward pass of attention runs one program per sample, head and block of keys. Text has few keys, so that one
-    video at a time keeps only a third of a GPU busy.
-    """
-    queries = split[0].shape[1]
-    for pieces in numbers:
-        # Compiled code guards on the remainder only: a video of another length does not recompile.
-        if queries % pieces == 0 and queries >= pieces * _QUERIES:
-            repeated = [part.repeat(pieces, 1, 1, 1) for part in split[1:]]
-            return [split[0].reshape(pieces, -1, *split[0].shape[2:]), *repeated]
-    return split

@@ -20,12 +20,15 @@ from torch import Tensor
 _LIBRARY = torch.library.Library("unisono", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
-def _operation(inputs: str, outputs: str) -> Callable[[Callable[..., Any]], Any]:
+def _operation(inputs: str, outputs: str, *, by_kernel: bool = True) -> Callable[[Callable[..., Any]], Any]:
+    """`by_kernel=False` runs the same PyTorch code on a GPU, with the memory layouts that the caller uses."""
+
     def made(plain: Callable[..., Any]) -> Any:
         name = plain.__name__
         _LIBRARY.define(f"wan_{name}({inputs}) -> {outputs}", tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
-        for device, compute in (("CPU", plain), ("CUDA", _by_kernel(name))):
-            _LIBRARY.impl(f"wan_{name}", _in_one_piece(compute), device)  # type: ignore[no-untyped-call]
+        for device, compute in (("CPU", plain), ("CUDA", _by_kernel(name) if by_kernel else plain)):
+            implementation = _in_one_piece(compute) if by_kernel else compute
+            _LIBRARY.impl(f"wan_{name}", implementation, device)  # type: ignore[no-untyped-call]
         return getattr(torch.ops.unisono, f"wan_{name}").default
 
     return made

@@ -51,9 +51,10 @@ def _norm(
 
 @triton.jit
 def _norm_backward(
-    dh, dy, h, o, gate, weight, mean, rstd, dx, do, sums, rows, width,
-    GATE: tl.constexpr, ADDED: tl.constexpr, BLOCK: tl.constexpr,
+    dh, dy, h, o, gate, weight, bias, mean, rstd, dx, do, sums, y, rows, width,
+    GATE: tl.constexpr, ADDED: tl.constexpr, AGAIN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """AGAIN: also computes the norm's output y; `h` is then x if there is a gate, and h = x + o · gate."""
     first, step, group = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     column = tl.arange(0, BLOCK)
     there = column < width
@@ -64,14 +65,22 @@ def _norm_backward(
         sum_g = tl.zeros((BLOCK,), tl.float32)
     if ADDED:
         sum_o = tl.zeros((BLOCK,), tl.float32)
+    if AGAIN:
+        b = tl.load(bias + group * width + column, mask=there, other=0.0).to(tl.float32)
     for number in range(first, rows, step):
         row = group * rows + number
         at = row * width + column
         gradient = tl.load(dy + at, mask=there, other=0.0).to(tl.float32)
         value = tl.load(h + at, mask=there, other=0.0).to(tl.float32)
+        if GATE:
+            added = tl.load(o + at, mask=there, other=0.0).to(tl.float32)
+            if AGAIN:
+                value = (value + added * g).to(h.dtype.element_ty).to(tl.float32)
         passed = tl.load(dh + at, mask=there, other=0.0).to(tl.float32)
         scale = tl.load(rstd + row)
         normed = tl.where(there, (value - tl.load(mean + row)) * scale, 0.0)
+        if AGAIN:
+            tl.store(y + at, (normed * w + b).to(y.dtype.element_ty), mask=there)
         sum_b += gradient
         sum_w += gradient * normed
         gradient *= w
@@ -81,7 +90,7 @@ def _norm_backward(
         tl.store(dx + at, total, mask=there)
         if GATE:
             total = total.to(tl.float32)
-            sum_g += total * tl.load(o + at, mask=there, other=0.0).to(tl.float32)
+            sum_g += total * added
             total = (total * g).to(do.dtype.element_ty)
             tl.store(do + at, total, mask=there)
         if ADDED:
@@ -184,7 +193,10 @@ def _rotate_backward(
 
 
 @triton.jit
-def _gelu_backward(dy, x, dx, sums, rows, width, share, TILE: tl.constexpr, BLOCK: tl.constexpr):
+def _gelu_backward(
+    dy, x, dx, y, sums, rows, width, share, AGAIN: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """AGAIN: also computes gelu(x) in y."""
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     begin = tl.program_id(1) * share
     end = tl.minimum(begin + share, rows)
@@ -197,6 +209,8 @@ def _gelu_backward(dy, x, dx, sums, rows, width, share, TILE: tl.constexpr, BLOC
         square = value * value
         # tanh as a sigmoid: gelu(x) = x · sigmoid(2 · √(2/π) · (x + 0.044715 x³))
         open = tl.sigmoid(1.5957691216057308 * value * (1.0 + 0.044715 * square))
+        if AGAIN:
+            tl.store(y + at, (value * open).to(y.dtype.element_ty), mask=there)
         slope = open + value * open * (1.0 - open) * 1.5957691216057308 * (1.0 + 0.134145 * square)
         rounded = (tl.load(dy + at, mask=there, other=0.0).to(tl.float32) * slope).to(dx.dtype.element_ty)
         tl.store(dx + at, rounded, mask=there)
@@ -241,13 +255,47 @@ def norm_backward(
     added: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, of o (if gated; else it equals that of x), and [weight, bias(, gate)(, o)] summed over tokens."""
+    return _backward_of_norm(dh, dy, h, o, gate, weight, None, mean, rstd, added, None)
+
+
+def norm_backward_again(
+    dh: Tensor,
+    dy: Tensor,
+    x: Tensor,
+    o: Tensor | None,
+    gate: Tensor | None,
+    weight: Tensor,
+    bias: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    added: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What `norm_backward` computes with h = x + o · gate, and the norm's output."""
+    y = torch.empty_like(x)
+    return *_backward_of_norm(dh, dy, x, o, gate, weight, bias, mean, rstd, added, y), y
+
+
+def _backward_of_norm(
+    dh: Tensor,
+    dy: Tensor,
+    h: Tensor,
+    o: Tensor | None,
+    gate: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    added: bool,
+    y: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
     width, groups = h.shape[-1], weight.shape[0]
     rows = h.numel() // width // groups
     programs = _programs(rows, groups, width, h.device)
     dx, do = torch.empty_like(h), h.new_empty(0) if gate is None or o is None else torch.empty_like(o)
     sums = h.new_empty(2 + (gate is not None) + added, groups, programs, width, dtype=torch.float32)
-    inside = (dh, dy, h, o, gate, weight, mean, rstd, dx, do, sums, rows, width)
-    _norm_backward[(programs, groups)](*inside, GATE=gate is not None, ADDED=added, **_block(width))
+    inside = (dh, dy, h, o, gate, weight, bias, mean, rstd, dx, do, sums, y, rows, width)
+    flags = {"GATE": gate is not None, "ADDED": added, "AGAIN": y is not None}
+    _norm_backward[(programs, groups)](*inside, **flags, **_block(width))
     return dx, do, sums.sum(2)
 
 
@@ -289,11 +337,21 @@ def rotate_backward(
 
 def gelu_backward(dy: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     """Gradient of x in gelu(x), and its sum over tokens."""
+    return _backward_of_gelu(dy, x, None)
+
+
+def gelu_backward_again(dy: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What `gelu_backward` computes, and gelu(x)."""
+    y = torch.empty_like(x)
+    return *_backward_of_gelu(dy, x, y), y
+
+
+def _backward_of_gelu(dy: Tensor, x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
     rows, width = x.numel() // x.shape[-1], x.shape[-1]
     tile, block, parts, warps = _GELU
     share = tile * triton.cdiv(rows, parts * tile)
     parts = triton.cdiv(rows, share)
     dx, sums = torch.empty_like(x), x.new_empty(parts, width, dtype=torch.float32)
-    grid = (triton.cdiv(width, block), parts)
-    _gelu_backward[grid](dy, x, dx, sums, rows, width, share, TILE=tile, BLOCK=block, num_warps=warps)
+    inside, flags = (dy, x, dx, y, sums, rows, width, share), {"AGAIN": y is not None, "TILE": tile, "BLOCK": block}
+    _gelu_backward[(triton.cdiv(width, block), parts)](*inside, **flags, num_warps=warps)
     return dx, sums.sum(0)

@@ -1,0 +1,52 @@
+"""Splits one video's queries into pieces, so that attention to its text keeps a GPU busy.
+
+The backward pass of attention runs one program per sample, head and block of keys. Text has few keys, so that one
+video at a time keeps only a third of a GPU busy. Pieces count as samples with the same keys and values.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_KEYS, _QUERIES = 128, 512  # keys per program of attention's backward pass, and the fewest queries per piece
+_BUSY = (0.65, 0.9)  # busy fraction of a GPU above which splitting gains nothing, and the one it must reach
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def multiprocessors() -> int:
+    """The number of multiprocessors of the current GPU; 0 without one."""
+    if not torch.cuda.is_available():
+        return 0
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+
+
+def possible_pieces(heads: int, keys: int, num_multiprocessors: int) -> tuple[int, ...]:
+    """The numbers of pieces that a sample's queries can be split into; none if the GPU is busy without that."""
+
+    def busy(pieces: int) -> float:
+        programs = pieces * heads * -(-keys // _KEYS)
+        return programs / (num_multiprocessors * -(-programs // num_multiprocessors))
+
+    if not num_multiprocessors or busy(1) > _BUSY[0]:
+        return ()
+    return tuple(pieces for pieces in range(2, 17) if busy(pieces) > _BUSY[1])
+
+
+def num_pieces(query: Tensor, numbers: tuple[int, ...]) -> int:
+    """The first of these numbers into which the tokens of a single sample can be split; 1 if there is none."""
+    queries = query.shape[1]
+    for pieces in numbers if len(query) == 1 else ():
+        # Compiled code guards on the remainder only: a video of another length does not recompile.
+        if queries % pieces == 0 and queries >= pieces * _QUERIES:
+            return pieces
+    return 1
+
+
+def in_pieces(split: list[Tensor], numbers: tuple[int, ...]) -> list[Tensor]:
+    """Splits the queries [1, tokens, heads, width] into several samples with the same keys and values."""
+    pieces = num_pieces(split[0], numbers)
+    if pieces == 1:
+        return split
+    repeated = [part.repeat(pieces, 1, 1, 1) for part in split[1:]]
+    return [split[0].reshape(pieces, -1, *split[0].shape[2:]), *repeated]
