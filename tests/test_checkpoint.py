@@ -335,7 +335,7 @@ def test_a_missing_shard_is_never_filled_with_existing_values(ranks: Ranks, tmp_
 @pytest.mark.parametrize(
     ("targets", "message"),
     [
-        ({"model.a": torch.zeros(4), "model.c": torch.zeros(1)}, "lacks 'model.c'; it also holds 'model.b'"),
+        ({"model.a": torch.zeros(4), "model.c": torch.zeros(1)}, "lacks 'model.c'; it also contains 'model.b'"),
         ({"model.a": torch.zeros(4), "model.b": torch.zeros(3)}, r"'model.b' is \[2\] in the checkpoint and \[3\] in"),
         (
             {"model.a": torch.zeros(4), "model.b": torch.zeros(2).double()},

@@ -26,9 +26,9 @@ _PR_SET_PDEATHSIG = 1
 def die_with_parent() -> None:
     """Ends this process when the process that started it ends, however that happens.
 
-    Call it in ranks and workers that unisono started, never in a process that the user started, which may be meant to
-    outlive its shell. Trap: the kernel watches the *thread* that forked, so a process that calls this must be started
-    from a thread that lives as long as the process is needed.
+    Call it in ranks and workers that unisono started, never in a process that the user started, because the user may
+    want it to outlive the shell. The kernel watches the *thread* that forked the process, not the parent process. So a
+    process that calls this function must be started from a thread that lives as long as the process is needed.
     """
     if sys.platform != "linux":
         return
@@ -63,9 +63,10 @@ def end_process(status: int) -> NoReturn:
 
 
 def start_loader_worker(worker_id: int) -> None:
-    """For `DataLoader(worker_init_fn=...)`: the worker dies with its rank and ignores stop signals."""
+    """Makes a loader worker die with its rank and ignore stop signals; pass it to `DataLoader(worker_init_fn=...)`."""
     die_with_parent()
-    # Ctrl-C reaches the whole foreground group; a worker that died of it would prevent the last checkpoint.
+    # Ctrl-C reaches the whole foreground process group. If it killed a worker, the rank could not finish its step and
+    # save.
     for name in ("SIGINT", "SIGUSR1", "SIGHUP"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)

@@ -22,7 +22,7 @@ from unisono.errors import RecipeError
 
 @dataclass(frozen=True)
 class Field:
-    """One setting."""
+    """A setting: its name, type, default and documentation."""
 
     name: str
     annotation: Any
@@ -30,9 +30,9 @@ class Field:
     """dataclasses.MISSING if the field is required."""
     doc: str
     group: str
-    """Title of the group in --help."""
+    """Title of the group under which --help lists the field."""
     owner: str
-    """Class that declares the field."""
+    """Name of the class that declares the field."""
 
     @property
     def required(self) -> bool:
@@ -41,7 +41,7 @@ class Field:
 
 
 def fields_of(cls: type, group_title: str | None = None) -> list[Field]:
-    """Returns all fields of a dataclass and of the dataclasses in it, in order."""
+    """Returns all fields of a dataclass and of the dataclasses inside it, in order of declaration."""
     return _fields_of(cls, group_title or _title(cls), MISSING)
 
 
@@ -62,7 +62,7 @@ def fields_by_name(classes: Sequence[type]) -> dict[str, Field]:
 
 
 def with_aliases(fields: Mapping[str, Field], aliases: Mapping[str, str]) -> dict[str, Field]:
-    """Returns the fields by all their names."""
+    """Returns the fields by name and by alias; `aliases` maps each alias to a name."""
     named = dict(fields)
     for alias, name in aliases.items():
         if name not in fields:
@@ -71,7 +71,7 @@ def with_aliases(fields: Mapping[str, Field], aliases: Mapping[str, str]) -> dic
             )
         if alias in fields:
             raise RecipeError(
-                f"aliases: {alias} cannot be an alias of {name}, it is a setting of {fields[alias].owner}"
+                f"aliases: {alias} cannot be an alias of {name}, because it is a setting of {fields[alias].owner}"
             )
         named[alias] = dataclasses.replace(fields[name], name=alias)
     return named
@@ -98,24 +98,24 @@ def _fields_of(cls: type, title: str, instance: Any) -> list[Field]:
         if name in groups:
             fields += _fields_of(groups[name], _title(groups[name]), default)
             continue
-        where = f"{cls.__qualname__}.{name}"
+        qualified_name = f"{cls.__qualname__}.{name}"
         if not supported(hints[name]):
             raise RecipeError(
-                f"{where}: a setting cannot have the type {declared.type}; "
+                f"{qualified_name}: a setting cannot have the type {declared.type}; "
                 "use int, float, str, bool, Path, Literal, Enum, list, tuple, dict[str, ...] or a union of these"
             )
         if default is not MISSING:
             try:
                 default = coerce(hints[name], default)
             except Mismatch as error:
-                raise RecipeError(f"{where}: the default does not fit the type: {error}") from None
+                raise RecipeError(f"{qualified_name}: the default does not fit the type: {error}") from None
         doc = docs.get(name) or declared.metadata.get("help", "")
         fields.append(Field(name, hints[name], default, doc, title, cls.__qualname__))
     return fields
 
 
 def _hints(cls: type) -> dict[str, Any]:
-    # A subclass without the decorator would silently lose the fields it adds.
+    # The fields that a subclass without the decorator adds would silently be lost.
     bare = inspect.get_annotations(cls) and "__dataclass_fields__" not in vars(cls)
     if not dataclasses.is_dataclass(cls) or bare:
         raise RecipeError(f"{getattr(cls, '__qualname__', cls)} is not a dataclass; write @dataclass above it")
@@ -123,7 +123,7 @@ def _hints(cls: type) -> dict[str, Any]:
         hints = get_type_hints(cls)
     except (NameError, AttributeError, TypeError, SyntaxError) as error:
         raise RecipeError(
-            f"{cls.__qualname__}: the type of a field cannot be found ({error}); "
+            f"{cls.__qualname__}: the type of a field is not defined ({error}); "
             "define or import it at the top of the file, outside `if TYPE_CHECKING`"
         ) from None
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
@@ -153,7 +153,7 @@ def _docs(cls: type) -> dict[str, str]:
 
 @lru_cache
 def _docs_in(source: str) -> dict[str, dict[str, str]]:
-    """Returns class -> field -> documentation; parses each file once, unlike inspect.getsource(cls) per class."""
+    """Returns the documentation of each field, by class. Parses a file only once, unlike inspect.getsource(cls)."""
     docs: dict[str, dict[str, str]] = {}
 
     def visit(node: ast.AST, path: str) -> None:

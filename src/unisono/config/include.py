@@ -1,4 +1,4 @@
-"""Config files that include others: `include: base.yaml`, or a list of files, all read before the file's own keys.
+"""Reads config files that include others: `include: base.yaml`, or a list of files. The file's own keys override these.
 
 An include is searched for in the folder of the file that names it and then in the folders above, because users write
 paths relative to the project: in config/model/wide.yaml, `include: config/model/base.yaml` means the file in the same
@@ -32,11 +32,11 @@ class Entry:
     place: str
     """The file that contains the key."""
     order: int
-    """Entries of later files have a higher order and win."""
+    """Number of the file in reading order; if two files set the same field, the higher number wins."""
 
 
 def read_with_includes(path: Path) -> dict[str, Entry]:
-    """Returns the keys of a file and its includes, with underscores for hyphens; the file's own keys win."""
+    """Returns the keys of a file and its includes, with underscores for hyphens. Its own keys take precedence."""
     entries: dict[str, Entry] = {}
     read: list[Path] = []
     _read(path, (), read, entries)

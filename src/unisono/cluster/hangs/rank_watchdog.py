@@ -77,7 +77,7 @@ class Watchdog:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._ending.is_set():  # an error that follows from the hang: lets the watchdog end the process
+        if self._ending.is_set():  # this error is a consequence of the hang; the watchdog ends the process
             time.sleep(60)
         self._closed.set()
         if self._thread is not None:
@@ -118,7 +118,7 @@ class Watchdog:
                 faulthandler.dump_traceback_later(limit + 4 * self._poll_s + 3.0, file=sys.__stderr__)
 
     def _exchange(self, status: RankStatus, exceeded: bool) -> None:
-        """Publishes this rank's status once any rank has asked for it; decides when all had time to answer."""
+        """Publishes this rank's status once any rank has asked for it; decides after all ranks had time to publish."""
         if self._store is None:
             self._store = open_store(self._world, "watchdog", _STORE_S)
         store = self._store
@@ -154,7 +154,7 @@ class Watchdog:
         return {rank: store.get(f"rank{rank}").decode() for rank in ranks}
 
     def _conclude(self, store: Store, own: RankStatus, waited_s: float) -> None:
-        """Writes a verdict that names the hanging rank, unless some rank still has time left."""
+        """Writes a verdict that names the hanging rank; returns without one if it is too early to decide."""
         published = self._published(store)
         statuses, calls = {}, {}
         for rank, text in published.items():
@@ -215,7 +215,7 @@ class Watchdog:
         return save_stacks(self.run_folder, step, self._world.restart_count, stacks)
 
     def _exit(self, silent: Collection[int]) -> None:
-        """Ends the process once all responsive ranks know the verdict: the first to exit breaks their connections."""
+        """Ends the process once all responsive ranks have read the verdict. The first exit breaks their connections."""
         if self._store is not None:
             with contextlib.suppress(RuntimeError, OSError):
                 self._store.set(f"knows{self._world.rank}", "")
