@@ -355,7 +355,7 @@ def test_a_checkpoint_may_hold_only_tensors_that_are_named_as_unused(tmp_path: P
     path = save_now(make_saver(tmp_path), 1, {"model.a": torch.ones(4), "ema.a": torch.ones(4)}).path
     assert path is not None
     target = {"model.a": torch.zeros(4)}
-    with pytest.raises(CheckpointError, match=r"also holds 'ema\.a'"):
+    with pytest.raises(CheckpointError, match=r"also contains 'ema\.a'"):
         load(path, target, group=None, world=1)
     load(path, target, group=None, world=1, unused={"ema.a"})
     assert torch.equal(target["model.a"], torch.ones(4))

@@ -255,8 +255,8 @@ def test_false_means_no_where_no_is_a_choice() -> None:
         ("--color GREN", "color: expected one of RED, GREEN, got 'GREN' (from --color); did you mean GREEN?"),
         ("--betas 1 2 3", "betas: expected 2 values (a number, a number), got ['1', '2', '3'] (from --betas)"),
         ("--sizes 1,x", "sizes: expected a whole number, got 'x' (from --sizes)"),
-        ("--extra a", "extra: a mapping can only be set in a config file, not with --extra"),
-        ("--extra=a", "extra: a mapping can only be set in a config file, not with --extra"),
+        ("--extra a", "--extra: its value is a mapping, which can only be set in a config file"),
+        ("--extra=a", "--extra: its value is a mapping, which can only be set in a config file"),
     ],
 )
 def test_an_invalid_flag_is_one_line_with_the_fix(words: str, message: str) -> None:
@@ -363,7 +363,7 @@ class Undecorated(MyRecipe.Config):
         (Clash, "batch_size is a field of both BatchSettings and Clash; rename it in Clash"),
         (Odd, "Odd.x: a setting cannot have the type set[int]; use int, float"),
         (Sloppy, "Sloppy.x: the default does not fit the type: expected a whole number, got None"),
-        (Lost, "Lost: the type of a field cannot be found (name 'Nowhere' is not defined); define or import it"),
+        (Lost, "Lost: the type of a field is not defined (name 'Nowhere' is not defined); define or import it"),
         (Bare, "Bare is not a dataclass; write @dataclass above it"),
         (Undecorated, "Undecorated is not a dataclass; write @dataclass above it"),
     ],

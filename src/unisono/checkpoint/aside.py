@@ -57,7 +57,7 @@ def set_aside_after(
 
 
 def remark_on_asides(folder: Path) -> str | None:
-    """Describes the checkpoints that are set aside in a folder, and how to remove them; returns None without any."""
+    """Describes the checkpoints that are set aside in a folder, and how to remove them; None if there are none."""
     try:
         names = os.listdir(folder)
     except OSError:
