@@ -56,7 +56,7 @@ class Gpu:
     @property
     def is_free(self) -> bool:
         """Whether the GPU seems unused: no process with over 1 GiB, and at least 80 % of the memory free."""
-        # Memory counts too: NVML does not see the processes of other containers.
+        # Also checks the memory, because NVML does not list the processes of other containers.
         busy = any(process.bytes > _BUSY_PROCESS_BYTES for process in self.processes)
         return not busy and self.free_bytes >= _FREE_FRACTION * self.total_bytes
 
@@ -204,7 +204,7 @@ def _links(nvml: Any, handle: Any) -> tuple[str, ...]:
     nvlinks = [query_nvml(nvml, 0, nvml.nvmlDeviceGetNvLinkState, handle, i) for i in range(nvml.NVML_NVLINK_MAX_LINKS)]
     if any(nvlinks):
         links.append(f"NVLink x{sum(nvlinks)}")
-    # The maximum, not the current value: an idle GPU reduces its link to generation 1.
+    # Reads the maximum instead of the current value, because an idle GPU reduces its link to generation 1.
     generation = query_nvml(nvml, 0, nvml.nvmlDeviceGetMaxPcieLinkGeneration, handle)
     width = query_nvml(nvml, 0, nvml.nvmlDeviceGetMaxPcieLinkWidth, handle)
     if generation:

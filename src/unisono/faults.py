@@ -208,7 +208,7 @@ def _corrupt(fault: Fault, saved: Path | None) -> None:
     assert saved is not None
     file = max((path for path in saved.iterdir() if path.is_file()), key=lambda path: path.stat().st_size)
     with open(file, "r+b") as data:
-        # A different bit on each rank: flipping the same bit twice would restore it.
+        # Every rank flips a different bit, because flipping the same bit twice would restore it.
         data.seek(file.stat().st_size // 2 + int(os.environ.get("RANK", "0")))
         byte = data.read(1)[0]
         data.seek(-1, os.SEEK_CUR)

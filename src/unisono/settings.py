@@ -172,7 +172,7 @@ def optimizer_presets(optimizer: str) -> dict[str, Any]:
     """Returns the defaults of other settings that depend on the chosen optimizer."""
     if optimizer.lower() == "prodigy":
         return {"learning_rate": 1.0}
-    if optimizer.lower() == "schedule_free_adamw":  # it averages the weights itself and replaces a schedule
+    if optimizer.lower() == "schedule_free_adamw":  # this optimizer averages the weights and needs no schedule
         return {"ema_decay": 0.0, "lr_schedule": "constant"}
     return {}
 

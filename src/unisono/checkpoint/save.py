@@ -136,7 +136,7 @@ class Saver:
         if not self._asynchronous:
             self._run(attempt)
             return
-        # A daemon thread, so that this rank can exit after a peer has died. A normal exit calls wait().
+        # Uses a daemon thread, so that this rank can exit after a peer has died. A normal exit calls wait().
         self._thread = threading.Thread(target=self._run, args=(attempt,), name=f"save-{step}", daemon=True)
         self._thread.start()
 
@@ -242,7 +242,7 @@ class Saver:
     def _check_shard(self, attempt: _Attempt, staging: Path) -> dict[str, FileEntry]:
         self._injector.at("save-check", attempt.step)
         checked = check_shard(staging / shard_name(self._rank, self._world))
-        self._injector.at("save-commit", attempt.step)  # before the exchange: once rank 0 commits, no rank may fail
+        self._injector.at("save-commit", attempt.step)  # here, because no rank may fail once rank 0 commits
         return checked
 
     def _commit(self, attempt: _Attempt, staging: Path, shards: dict[str, FileEntry]) -> tuple[Path, int] | None:

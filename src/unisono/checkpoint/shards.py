@@ -55,5 +55,5 @@ def write_shards(
         offsets[item.index.fqn] = {"saved_offsets": list(item.tensor_data.chunk.offsets)}
     if tensors:
         save_file(tensors, file, metadata={SHARDING_INFO: json.dumps(offsets), "format": "pt"})
-        # safetensors makes files readable by their owner only; give them the permissions of the folder.
+        # safetensors makes the file readable only by its owner. This gives the file the permissions of the folder.
         file.chmod(file.parent.stat().st_mode & 0o666)

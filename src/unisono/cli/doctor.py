@@ -143,7 +143,7 @@ def _packages() -> tuple[dict[str, str | None], dict[str, str]]:
 def orphaned_ranks(proc: Path = Path("/proc")) -> list[str]:
     """Returns the unisono ranks whose launcher no longer runs, each as "pid command"."""
     first = proc / "1" / "cmdline"
-    # In a container the launcher itself may be process 1; its ranks are not orphans.
+    # In a container the launcher itself may be process 1. The children of such a launcher are not orphans.
     launcher_is_first = os.access(first, os.R_OK) and b"unisono" in first.read_bytes()
     orphans = []
     for folder in proc.glob("[0-9]*"):

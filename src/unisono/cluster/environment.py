@@ -349,7 +349,7 @@ def _first(environ: Mapping[str, str], *names: str) -> str:
 
 
 def _accelerate_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns accelerate's variables without its compiler settings, which it always sets."""
+    """Returns accelerate's variables, without those for its compiler settings, which accelerate always sets."""
     names = (name for name in sorted(environ) if name.startswith("ACCELERATE_"))
     return {name: environ[name] for name in names if not name.startswith("ACCELERATE_DYNAMO_")}
 

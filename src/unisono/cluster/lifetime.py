@@ -45,7 +45,7 @@ def die_with_parent() -> None:
 def flush_streams() -> None:
     """Flushes stdout and stderr if they are open."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # AttributeError: closed before python began
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # AttributeError: closed before Python started
             stream.flush()
 
 

@@ -37,7 +37,7 @@ while a collective's timeout fires on a healthy peer (and NCCL's prints pages of
 _GLOO_RELEASE_S = 0.05
 
 _attempt = ""  # the name of this attempt; set by `join_process_group`
-_hosted: list[TCPStore] = []  # keeps the server alive until rank 0 exits: other ranks may still query it
+_hosted: list[TCPStore] = []  # keeps the server alive until rank 0 exits, because other ranks may still query it
 
 
 def join_process_group(

@@ -134,7 +134,7 @@ def _title(cls: type) -> str:
     if cls.__name__ == "Config" and owner and not owner.endswith("<locals>"):
         return owner.rpartition(".")[2]  # users know MyRecipe.Config as MyRecipe
     doc = (vars(cls).get("__doc__") or "").strip()
-    # dataclasses uses the signature as the docstring of a class without one.
+    # For a class without a docstring, the decorator @dataclass sets the signature as the docstring.
     return cls.__name__ if not doc or doc.startswith(f"{cls.__name__}(") else doc.splitlines()[0].rstrip(".")
 
 
@@ -146,7 +146,7 @@ def _docs(cls: type) -> dict[str, str]:
             continue
         try:
             docs |= _docs_in(inspect.getsource(module)).get(base.__qualname__, {})
-        except (OSError, TypeError, SyntaxError):  # a notebook, or a file that changed after it was imported
+        except (OSError, TypeError, SyntaxError):  # defined in a notebook, or in a file that changed after the import
             continue
     return docs
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Collection
 
 _RENAMED: dict[str, tuple[str, ...]] = {
-    # unisono's setting: the names of other trainers
+    # setting of unisono -> its names in other trainers
     "num_epochs": ("epochs", "num_train_epochs", "max_train_epochs", "max_epochs"),
     "max_steps": ("max_train_steps", "num_steps", "total_steps", "train_steps", "iterations"),
     "batch_size": ("train_batch_size", "per_device_train_batch_size", "per_gpu_train_batch_size", "micro_batch_size"),
@@ -85,7 +85,7 @@ _HUB = "unisono does not upload anything; `unisono export` writes a folder that 
 _REPEATS = "every sample is used once per epoch; train longer with --num_epochs or --max_steps"
 
 _ANSWERS: dict[str, tuple[str, ...]] = {
-    # unisono's answer: the flags of other trainers to which it applies
+    # advice -> the flags of other trainers to which it applies
     "frozen weights of a LoRA run wait in page-locked host memory with --blocks_on_host; " + _SHARDS: (
         *("use_pinned_memory_for_block_swap", "offload_inactive_dit", "offload_models"),
         *("enable_model_cpu_offload", "cpu_offload_split_threshold", "img_in_txt_in_offloading"),

@@ -167,7 +167,7 @@ def _read_int(value: Any) -> int:
     except ValueError:
         from decimal import Decimal
 
-        number = Decimal(value)  # not float: 1e23 must be exactly 10**23
+        number = Decimal(value)  # a float would be inexact, and 1e23 must be exactly 10**23
         if number != number.to_integral_value() or number.adjusted() > 30:
             raise
         return int(number)
@@ -215,7 +215,7 @@ def _coerce_union(annotation: Any, value: Any) -> Any:
     is_text = isinstance(value, str) and not isinstance(value, RawText)
 
     def strictness(member: Any) -> int:
-        # Quoted text, and text from JSON or Python, stays text: '5' for `int | str`, 'none' for `str | None`.
+        # Quoted text, and text from JSON or Python, stays text: '5' is not a number for `int | str`.
         return 2 if is_text and member in (str, Path) else _STRICTNESS.get(_kind(member), 6)
 
     options = [member for member in members(annotation) if not (member is Path and str in members(annotation))]

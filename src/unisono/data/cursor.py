@@ -103,5 +103,5 @@ class TrialCursor(Cursor):
             return
         costliest = max((group.part(0, self.micro_batch) for group in groups), key=lambda group: group.cost)
         whole = self._step_at(self.start)
-        for last in (False, True):  # the second one needs more memory, because the gradients of the first exist
+        for last in (False, True):  # the second pass needs more memory, because gradients of the first one exist
             yield Chunk(costliest.positions, last, False, whole, costliest.shape)

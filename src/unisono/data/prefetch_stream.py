@@ -12,7 +12,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-_LARGE = 2**20  # in bytes; for smaller tensors, switching streams costs more than the copy
+_LARGE = 2**20  # minimum size in bytes; for smaller tensors, switching streams takes longer than the copy
 
 
 def is_worth_prefetching(leaf: Tensor, device: torch.device) -> bool:

@@ -145,7 +145,7 @@ class _Worker:
     ) -> None:
         self._number, self._ahead = number, ahead
         self._pipe, worker_end = multiprocessing.Pipe()
-        # Shared memory without locks, because a killed worker might hold one.
+        # Uses shared memory without locks, because a killed worker might not have released its lock.
         self._stop, self._now = RawValue("b", 0), RawValue("q", -1)
         self._process = multiprocessing.Process(
             target=_work,
@@ -255,7 +255,7 @@ class _Pinning:
 
     def _run(self, turns: Iterator[_Worker], device: int) -> None:
         try:
-            torch.set_num_threads(1)  # only for this thread: copying must not compete with training for cores
+            torch.set_num_threads(1)  # affects only this thread, whose copies must not compete with training for cores
             torch.accelerator.set_device_index(device)
             for worker in turns:
                 self._arrived.put(_pinned(worker.receive()))

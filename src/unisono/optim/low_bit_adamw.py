@@ -58,7 +58,7 @@ def _cells(bits: int, signed: bool, device: torch.device) -> tuple[Tensor, Tenso
     """Returns the lowest code for each value of a float32's upper 16 bits, and the upper border of each code."""
     _, borders = _tables(bits, signed, torch.float32, torch.device("cpu"))
     upper = torch.arange(2**16, dtype=torch.int32)
-    # The bits of a negative number grow with its magnitude.
+    # As an integer, the bit pattern of a negative float grows with the magnitude of the float.
     lowest = (upper << 16 | torch.where(upper >= 2**15, 2**16 - 1, 0)).to(torch.int32)
     codes = torch.bucketize(lowest.view(torch.float32), borders)
     return codes.to(device), torch.cat([borders, torch.tensor([torch.inf])]).to(device)

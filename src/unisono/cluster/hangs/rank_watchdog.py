@@ -124,7 +124,7 @@ class Watchdog:
         store = self._store
         if not exceeded and not store.check(["call"]):
             self._called_at = None
-            return  # the usual case: one short query per poll
+            return  # usually nobody has called, so each poll makes only one short query
         if store.check(["verdict"]):
             self._follow(json.loads(store.get("verdict")))
         if exceeded and self._called_at is None:
@@ -202,7 +202,7 @@ class Watchdog:
             finishes_within(FILES_S, lambda: record_event("hang", hang.event()))
         outcome, folder = hang.outcome(), os.environ.get(OUTCOMES)
         with contextlib.suppress(OSError, ValueError):
-            if folder and Path(folder).is_dir():  # the batch script prints it and restarts all ranks
+            if folder and Path(folder).is_dir():  # the batch script prints the outcome and restarts all ranks
                 write(Path(folder), outcome)
             else:
                 stack = f"{outcome.traceback}\n" if outcome.traceback else ""

@@ -67,7 +67,7 @@ def take_stacks(job_folder: Path, pids: Mapping[int, int]) -> dict[int, str]:
     stacks: dict[int, str] = {}
     while True:
         before, stacks = stacks, {rank: _read(_file(job_folder, rank)) for rank in pids}
-        if all(stacks.values()) and stacks == before:  # complete: unchanged since the last read
+        if all(stacks.values()) and stacks == before:  # unchanged since the last read, and therefore complete
             break
         if time.monotonic() > deadline:
             break

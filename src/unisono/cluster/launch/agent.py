@@ -149,7 +149,7 @@ class Agent(LocalElasticAgent):
         """Kills all ranks at once and leaves `run` by raising `KilledByUser`."""
         self._killed_by = signum
         if self._starting:
-            return  # some ranks have no handle yet; `_start_workers` kills them when it is done
+            return  # some ranks have no handle yet; `_start_workers` kills all ranks once they are started
         self._kill_ranks()
         raise KilledByUser(signum)
 
@@ -251,7 +251,7 @@ class Agent(LocalElasticAgent):
                 self._remaining_restarts = max(1, self._remaining_restarts)
         elif result.state == WorkerState.SUCCEEDED and self._stopped_for_joining_machines():
             self._rendezvous_client.leave_round()
-            return RunResult(state=WorkerState.HEALTHY)  # `num_nodes_waiting` is now 1: the agent begins a new round
+            return RunResult(state=WorkerState.HEALTHY)  # the agent begins a new round, as `num_nodes_waiting` is now 1
         return result
 
     def _restarts_uncounted(self, cause: Outcome | None) -> bool:

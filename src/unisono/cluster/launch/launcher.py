@@ -112,8 +112,8 @@ class _OnSignal:
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
         name = signal.Signals(signum).name
-        # SIGUSR1 and SIGHUP never kill: a scheduler sends SIGUSR1 as a warning and SIGTERM later, while ranks may still
-        # save.
+        # SIGUSR1 and SIGHUP never kill ranks, because a scheduler sends SIGUSR1 as a warning, after which ranks save,
+        # and SIGTERM later.
         can_kill = signum in (signal.SIGINT, signal.SIGTERM)
         if can_kill and self._agent.waits_for_machines:
             print_line(f"{name}: no longer waiting for the other machines")
@@ -142,7 +142,7 @@ def _rendezvous_config(
     fewest: int, most: int, node_rank: int | None, endpoint: str | None, nproc: int
 ) -> RendezvousConfig:
     if most > 1 and (endpoint is None or node_rank is None):
-        raise UserError(f"nnodes {most} requires node_rank (0 to {most - 1}) and rdzv_endpoint (host:port of machine 0)")
+        raise UserError(f"nnodes {most} needs node_rank (0 to {most - 1}) and rdzv_endpoint (host:port of machine 0)")
     if node_rank is not None and not 0 <= node_rank < most:
         raise UserError(f"node_rank {node_rank} is not one of the {most} machines; use 0 to {most - 1}")
     host, _, port = (endpoint or "localhost:0").rpartition(":")

@@ -83,7 +83,7 @@ class _Member:
     connection: Connection
     last_message_at: float
     ready: bool = False  # none of its ranks is running
-    regroup_sent: str = ""  # the last `regroup` message sent to it in this round
+    regroup_sent: str = ""  # the last `regroup` message sent to this machine in this round
     cause: dict[str, Any] | None = None  # why the machine wants a new round
 
 
@@ -131,7 +131,7 @@ class RendezvousServer:
             try:
                 peer, address = self._server.accept()
             except OSError:
-                if self._shut_down.wait(0.1):  # else a temporary error, such as too many open files
+                if self._shut_down.wait(0.1):  # if not shut down, the error is temporary, such as too many open files
                     return
                 continue
             threading.Thread(target=self._serve, args=(Connection(peer), address[0]), daemon=True).start()

@@ -88,7 +88,7 @@ def address_of(node: str) -> str:
     try:
         output = _call("scontrol", "show", "node", "--oneliner", node)
     except UserError:
-        return node  # connecting to it will raise a better error
+        return node  # a later attempt to connect to the node will raise a better error
     match = re.search(r"(?:^|\s)NodeAddr=(\S+)", output)
     return match[1] if match else node
 

@@ -14,8 +14,8 @@ LIMIT = 2000
 
 Point = tuple[float, float]
 _MAX_PENDING = 4096
-_LARGEST = 1e300  # above it, the difference of two values may overflow
-_SMALLEST = 1e-290  # below it, a fraction of a value may underflow to 0
+_LARGEST = 1e300  # the difference of two larger values may overflow
+_SMALLEST = 1e-290  # a fraction of a smaller value may underflow to 0
 
 
 def number(value: object) -> float | None:
