@@ -48,7 +48,7 @@ def say(text: str) -> None:
 
 
 class Stripes(Dataset[tuple[Tensor, int]]):
-    """Clips of noise (0), or with stripes over time (1), rows (2) or columns (3); learnable in a few epochs."""
+    """Clips with only noise (0), or with stripes over time (1), rows (2) or columns (3); learned in a few epochs."""
 
     def __init__(self, num: int, first: int = 0) -> None:
         self.num, self.first = num, first

@@ -49,7 +49,7 @@ class LaunchSettings:
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """Communication backend. auto: NCCL between GPUs, gloo between CPU ranks and between ranks that share a GPU; gloo: also between GPUs (slower; use it where NCCL fails); nccl: also between ranks that share a GPU (very slow; for tests of NCCL on one GPU)."""
     min_memory_gb: float = 0.0
-    """Minimum free memory, in GB, of every GPU that the run uses. auto, all and a count skip GPUs with less; ids of such GPUs are an error."""
+    """Minimum free memory, in GB, of every GPU that the run uses. auto, all and a count skip GPUs with less free memory; the id of such a GPU is an error."""
     nnodes: int | str = 1
     """Number of machines, for a run that you start on each of them yourself. 1:4 trains on as many of 1 to 4 machines as are available."""
     node_rank: int | None = None

@@ -75,7 +75,7 @@ def join_process_group(
     own_store = PrefixStore(name, store)
     if choice.uses_nccl:
         choice = chosen(_gpus_are_shared(own_store, world, device))
-    os.environ.update(choice.forced)  # NCCL reads them when it creates its first communicator
+    os.environ.update(choice.forced)  # NCCL reads these variables when it creates its first communicator
     for variable, value in choice.defaults.items():
         os.environ.setdefault(variable, value)
     dist.init_process_group(

@@ -138,7 +138,7 @@ class Workers:
 
 
 class _Worker:
-    """The training process's side of one worker process."""
+    """Represents one worker process in the training process."""
 
     def __init__(
         self, number: int, num_workers: int, reader: ChunkReader, cursor: Cursor, first: int, ahead: int

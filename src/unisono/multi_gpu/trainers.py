@@ -155,7 +155,8 @@ class OwnTrainer:
     def train_epoch(self, epoch: int) -> dict[str, float]:
         """Trains on every sample once; returns {"train_loss": mean over the epoch}, the same in every process.
 
-        In a resumed run (same output_dir), it returns the earlier result of an epoch that is already trained at once.
+        In a resumed run (same output_dir), an epoch that is already trained is not trained again; its earlier result is
+        returned.
         """
         log = self._recipe.log
         if row := self._earlier_result(epoch):

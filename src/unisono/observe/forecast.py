@@ -22,7 +22,7 @@ class Forecast:
         self._done = False
 
     def step(self, step: int, total: int) -> str | None:
-        """Returns the estimate once enough steps were measured, and None before and after that.
+        """Returns the estimate in the first call after enough steps were measured, and None in all other calls.
 
         `step` is the step that has just ended, and `total` the last step of the run.
         """

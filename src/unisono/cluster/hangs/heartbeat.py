@@ -1,7 +1,7 @@
 """The heartbeat of a rank records which phase of which step the rank last entered, and when.
 
 The training loop calls `Heartbeat.at` at every phase of a step. The call writes one record to a small memory-mapped
-file in the job folder. The launcher can read the file even if the rank hangs, was killed or holds the GIL. A call costs
+file in the job folder. The launcher can read the file even if the rank hangs, was killed or holds the GIL. A call takes
 about a microsecond and synchronizes with neither the GPU nor another rank. Faults of `--inject` (`unisono.faults`)
 happen at the same points.
 """

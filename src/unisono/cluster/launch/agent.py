@@ -1,9 +1,10 @@
 """The elastic agent of one machine: starts its ranks, notices when one dies or hangs, and restarts all of them.
 
 `Agent` extends torch's `LocalElasticAgent`. torch's loop (`SimpleElasticAgent._invoke_run`) calls `_monitor_workers`
-ten times per second and acts on the result: SUCCEEDED ends the run, FAILED calls `_restart_workers` if any restarts are
-left, HEALTHY asks the rendezvous whether this machine has to regroup (`num_nodes_waiting`) and if so restarts as well.
-`_restart_workers` stops the ranks, calls `_rendezvous` for the next round and then `_start_workers`.
+ten times per second and acts on the result. After SUCCEEDED, it ends the run. After FAILED, it calls `_restart_workers`
+if any restarts are left. After HEALTHY, it asks the rendezvous whether this machine has to regroup
+(`num_nodes_waiting`), and if so restarts as well. `_restart_workers` stops the ranks, calls `_rendezvous` for the next
+round and then `_start_workers`.
 
 After `kill -9` of rank 1 on machine 1 of two:
 
@@ -20,7 +21,7 @@ After `kill -9` of rank 1 on machine 1 of two:
 5. When all machines have sent `ready`, the server counts one restart and sends the same `Round` to all. `_rendezvous`
    puts the round's name into the ranks' environment and computes how many restarts are left.
 6. `_start_workers` starts the ranks. Each runs the same command, opens the run folder and continues from the last
-   committed checkpoint (`engine/run_folder/choose_checkpoint.py`); nothing about the checkpoint passes through here.
+   committed checkpoint (`engine/run_folder/choose_checkpoint.py`). The launcher does not deal with checkpoints.
 
 Only machine 0 records the restart in the run's `events.jsonl`. If no restart is left, or an outcome is final (a user
 error, a failure that would repeat), the agent stops and `Agent.exit_code` derives the exit code from the outcomes.
