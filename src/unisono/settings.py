@@ -47,7 +47,7 @@ class LaunchSettings:
     max_ranks_per_core: int = 8
     """Upper limit for nproc, in ranks per CPU core. Raise it to start more ranks; each needs a few hundred MiB of memory."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """Communication backend. auto: NCCL between GPUs, gloo between CPU ranks and between ranks that share a GPU; gloo: also between GPUs (slower; use it where NCCL fails); nccl: also between ranks that share a GPU (very slow; for tests of NCCL on one GPU)."""
+    """Communication backend. auto: NCCL between GPUs, gloo between CPU ranks and between ranks that share a GPU; gloo: gloo everywhere (slower; use it if NCCL fails); nccl: NCCL even between ranks that share a GPU (very slow; for tests of NCCL on one GPU)."""
     min_memory_gb: float = 0.0
     """Minimum free memory, in GB, of every GPU that the run uses. auto, all and a count skip GPUs with less free memory; the id of such a GPU is an error."""
     nnodes: int | str = 1

@@ -56,7 +56,7 @@ def join_process_group(
             backend, on_gpu=on_gpu, gpus_are_shared=gpus_are_shared, rank=world.rank, num_nodes=world.num_nodes
         )
 
-    choice = chosen(gpus_are_shared=False)  # raises before this rank waits for the others
+    choice = chosen(gpus_are_shared=False)  # if the backend cannot be used, raises before this rank waits for others
     if world.size == 1:
         if alone:
             dist.init_process_group(choice.name, store=HashStore(), rank=0, world_size=1)

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from unisono.cluster.environment import World
 
 _STORE_S = 10.0  # seconds to wait for the store; the hanging rank may be rank 0, which hosts it
-_SILENCE_S = 60.0  # a compiler, for instance, may hold the GIL for several seconds
+_SILENCE_S = 60.0  # seconds to wait for a rank's status; its watchdog cannot run while, say, a compiler holds the GIL
 _SILENT = "silent"  # the phase of a rank that has published nothing
 
 

@@ -45,7 +45,7 @@ class Hang:
 
 
 def describe(status: RankStatus) -> str:
-    """Returns a phrase such as "no progress for 60 s in forward of step 12"."""
+    """Returns a phrase such as "no progress for 60 s in reduce, waiting for other ranks"."""
     phase = {"start": "startup", "end": "shutdown"}.get(status.beat.phase, status.beat.phase)
     waiting = ", waiting for other ranks" if status.waits_for_peers else ""
     return f"no progress for {status.idle_s:.0f} s in {phase}{waiting}"
