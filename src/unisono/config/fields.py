@@ -1,7 +1,7 @@
-"""The settings of a run, read from dataclasses.
+"""Reads the fields that define the settings of a run from dataclasses.
 
-A field is declared once: name, type and default in a dataclass, and its documentation as the string literal below it. A
-dataclass inside a dataclass is a group for --help; users set its fields like all others, without a prefix.
+A field is declared once: its name, type and default in a dataclass, and its documentation as the string literal below
+it. A dataclass inside a dataclass forms a group in --help. Users set its fields like all others, without a prefix.
 """
 
 from __future__ import annotations
