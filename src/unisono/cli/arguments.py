@@ -23,7 +23,7 @@ class Parser(argparse.ArgumentParser):
     """Parses the command line of one command."""
 
     def __init__(self, command: str, description: str, **options: Any) -> None:
-        self._spellings: dict[str, str] = {}  # the name with underscores -> the name as declared
+        self._spellings: dict[str, str] = {}  # name with underscores -> name as declared
         self._command = command
         super().__init__(prog=f"unisono {command}", description=description, allow_abbrev=False, **options)
 

@@ -97,7 +97,9 @@ class Torchrun(Environment):
         return "RANK" in environ and "WORLD_SIZE" in environ
 
     def world(self, environ: Mapping[str, str]) -> World:
-        read = _Reader(environ, self.name, "start with torchrun, accelerate launch or unisono train, or set it")
+        read = _Reader(
+            environ, self.name, "start with torchrun, accelerate launch or unisono train, or set the variable"
+        )
         rank, size = read.rank("RANK", "WORLD_SIZE")
         alone = size == 1
         local_size = read.number("LOCAL_WORLD_SIZE", default=1 if alone else None, at_least=1)
@@ -193,7 +195,11 @@ class Mpi(Environment):
         return "OMPI_COMM_WORLD_RANK" in environ or ("PMI_RANK" in environ and "PMI_SIZE" in environ)
 
     def world(self, environ: Mapping[str, str]) -> World:
-        read = _Reader(environ, self.name, "start with mpirun, or pass it on (mpirun -x NAME, -genv NAME VALUE)")
+        read = _Reader(
+            environ,
+            self.name,
+            "start with mpirun, or pass the variable to the ranks (mpirun -x NAME, -genv NAME VALUE)",
+        )
         if "OMPI_COMM_WORLD_RANK" in environ:
             rank, size = read.rank("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
             local_rank = read.number("OMPI_COMM_WORLD_LOCAL_RANK")

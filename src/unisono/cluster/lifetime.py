@@ -56,7 +56,7 @@ def end_process(status: int) -> NoReturn:
     makes the interpreter abort.
     """
     flush_streams()
-    if threading.active_count() == 1 and "torch" not in sys.modules:  # torch's threads are not in Python's count
+    if threading.active_count() == 1 and "torch" not in sys.modules:  # Python does not count torch's threads
         sys.exit(status)
     atexit._run_exitfuncs()
     os._exit(status)

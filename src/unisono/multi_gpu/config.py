@@ -37,7 +37,7 @@ class MultiGPUConfig(ConfigClass):
     backend: str = "nccl"
     """Communication backend. nccl: NCCL between GPUs (CPU ranks use gloo in any case); gloo: gloo for all ranks."""
     world_size: int | None = None
-    """Number of training processes. launch_multi_gpu_training starts them, or you do if you set `rank`."""
+    """Number of training processes. If `rank` is set, you start them; otherwise launch_multi_gpu_training does."""
     rank: int | None = None
     """Rank of this process, if you start the processes yourself. They connect to master_addr."""
     local_rank: int | None = None

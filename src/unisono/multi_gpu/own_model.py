@@ -277,7 +277,7 @@ def _check_scheduler(scheduler: Any, optimizer: Any) -> None:
         )
     scheduled = getattr(scheduler, "optimizer", None)
     if isinstance(scheduled, Optimizer) and scheduled is not optimizer:
-        raise ConfigError("scheduler changes the learning rate of another optimizer; pass that one as optimizer=")
+        raise ConfigError("scheduler changes the learning rate of another optimizer; pass that optimizer as optimizer=")
 
 
 def _nested_schedulers(scheduler: Any) -> list[Any]:

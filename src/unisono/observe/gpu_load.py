@@ -23,7 +23,7 @@ class GpuLoad:
         self._thread.start()
 
     def take(self) -> dict[str, float]:
-        """Returns the means of gpu_util (0 to 1) and gpu_power_w since the last call, without values NVML lacks."""
+        """Returns the means of gpu_util (0 to 1) and gpu_power_w since the last call, as far as NVML reports them."""
         with self._lock:
             samples, self._samples = self._samples, {}
         return {name: sum(values) / len(values) for name, values in samples.items()}

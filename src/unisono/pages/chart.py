@@ -65,7 +65,7 @@ class Chart:
     marks: Sequence[Mark] = field(default=())
     note: str = ""
     series: Sequence[object] = field(default=())
-    """Names of the series that the chart shows; only the caller uses them."""
+    """The series that the chart shows. Only the caller uses them."""
 
 
 def draw(chart: Chart, number: int) -> Markup:
