@@ -75,7 +75,7 @@ _RENAMED: dict[str, tuple[str, ...]] = {
 
 _SHARDS = "to train a model that does not fit, use --strategy fsdp (with --fsdp_cpu_offload) or a LoRA"
 _TRACKERS = "every run writes metrics.jsonl and, with --tensorboard, TensorBoard files; no other tracker is supported"
-_EIGHT_BIT = "weights in 8 or 4 bit are not supported; " + _SHARDS
+_EIGHT_BIT = "--base_precision stores frozen weights in 8 or 4 bit; trained weights stay in 32 bit; " + _SHARDS
 _CACHED = "latents and embeddings are cached by default (--cache_dir, --no_cache)"
 _SIZES = "samples keep their proportions (--max_pixels), or all have one size (--height, --width)"
 _DEEPSPEED = "DeepSpeed is not supported; --strategy fsdp shards weights, gradients and optimizer state"
@@ -86,7 +86,7 @@ _REPEATS = "every sample is used once per epoch; train longer with --num_epochs 
 
 _ANSWERS: dict[str, tuple[str, ...]] = {
     # advice -> the flags of other trainers to which it applies
-    "frozen weights of a LoRA run wait in page-locked host memory with --blocks_on_host; " + _SHARDS: (
+    "--blocks_on_host stores the frozen weights of a LoRA run in host memory; " + _SHARDS: (
         *("use_pinned_memory_for_block_swap", "offload_inactive_dit", "offload_models"),
         *("enable_model_cpu_offload", "cpu_offload_split_threshold", "img_in_txt_in_offloading"),
     ),
