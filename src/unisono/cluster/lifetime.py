@@ -1,7 +1,8 @@
 """Ensures that no process of a run outlives its parent, even after kill -9.
 
-A process asks the kernel to kill it when its parent dies. A rank does so before it imports torch, which takes seconds
-in which its launcher may die; a loader worker does so as soon as it starts. Linux only; a no-op on other systems.
+A process asks the kernel to kill it when its parent dies. A rank does so before it imports torch, because the import
+takes seconds and its launcher may die meanwhile. A loader worker does so as soon as it starts. This works only on
+Linux; on other systems, the functions here do nothing.
 """
 
 from __future__ import annotations
