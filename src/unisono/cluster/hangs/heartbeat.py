@@ -78,7 +78,7 @@ def clear_heartbeats(folder: Path, ranks: Collection[int]) -> None:
 
 
 def read_heartbeats(folder: Path) -> list[Beat]:
-    """Returns the last beat of each rank that has one in `folder`, sorted by rank."""
+    """Returns the last beat of each rank that has written one to `folder`, sorted by rank."""
     beats = []
     for path in folder.iterdir():
         match = _FILE.fullmatch(path.name)
