@@ -49,7 +49,7 @@ def _described(gpu: Gpu) -> dict[str, Any]:
 
 
 def select_optimal_gpus(num_gpus: int | None = None, min_memory_gb: float = 4.0) -> list[int]:
-    """Returns the ids of the `num_gpus` GPUs with the most free memory (default: all with at least `min_memory_gb`)."""
+    """Returns the ids of the `num_gpus` GPUs (default: all) with the most free memory, and at least `min_memory_gb`."""
     MultiGPUConfig(num_gpus=num_gpus, min_memory_gb=min_memory_gb)  # checks the values
     candidates = [gpu for gpu in visible_gpus() if gpu.free_bytes >= min_memory_gb * GB]
     candidates.sort(key=lambda gpu: (-gpu.free_bytes, gpu.utilization or 0, gpu.index))
@@ -66,8 +66,8 @@ def setup_distributed_training(
 ) -> None:
     """Creates the process group with this process as rank `rank` of `world_size`; returns when all ranks have joined.
 
-    torchrun and other launchers set these values, and passing different ones is an error. `backend` and `local_rank`
-    can be passed as well.
+    Under torchrun or another launcher, the launcher's values are used, and another `rank` or `world_size` is an error.
+    `backend` and `local_rank` can be passed as well.
     """
     config = MultiGPUConfig(
         rank=rank, world_size=world_size, master_addr=master_addr, master_port=str(master_port), **more
