@@ -43,7 +43,7 @@ LAST_CALL_FIRST_ROUND_S = 30.0
 """Seconds that the first round, which determines the effective batch, waits for machines beyond the minimum."""
 
 LAST_CALL_LATER_ROUNDS_S = 2.0
-"""Seconds that later rounds wait for more machines. A short wait is enough: a late machine only leads to another round."""
+"""Seconds that later rounds wait for more machines. It is short, as a late machine only leads to another round."""
 
 
 @dataclass(frozen=True)
