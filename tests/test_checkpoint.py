@@ -335,7 +335,7 @@ def test_a_missing_shard_is_never_filled_with_existing_values(ranks: Ranks, tmp_
 @pytest.mark.parametrize(
     ("targets", "message"),
     [
-        ({"model.a": torch.zeros(4), "model.c": torch.zeros(1)}, "lacks 'model.c'; it also holds 'model.b'"),
+        ({"model.a": torch.zeros(4), "model.c": torch.zeros(1)}, "lacks 'model.c'; it also contains 'model.b'"),
         ({"model.a": torch.zeros(4), "model.b": torch.zeros(3)}, r"'model.b' is \[2\] in the checkpoint and \[3\] in"),
         (
             {"model.a": torch.zeros(4), "model.b": torch.zeros(2).double()},
@@ -355,7 +355,7 @@ def test_a_checkpoint_may_hold_only_tensors_that_are_named_as_unused(tmp_path: P
     path = save_now(make_saver(tmp_path), 1, {"model.a": torch.ones(4), "ema.a": torch.ones(4)}).path
     assert path is not None
     target = {"model.a": torch.zeros(4)}
-    with pytest.raises(CheckpointError, match=r"also holds 'ema\.a'"):
+    with pytest.raises(CheckpointError, match=r"also contains 'ema\.a'"):
         load(path, target, group=None, world=1)
     load(path, target, group=None, world=1, unused={"ema.a"})
     assert torch.equal(target["model.a"], torch.ones(4))

@@ -234,7 +234,7 @@ WRONG_STATES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "no state": (lambda extra: {"optimizer": {}}, "the state is not an object"),
     "no optimizer": (lambda extra: {"state": extra["state"]}, "lacks the optimizer's state"),
     "odd optimizer": (lambda extra: {**extra, "optimizer": {"a": 1}}, "lacks the optimizer's state"),
-    "a list": (lambda extra: [], "does not hold an object"),
+    "a list": (lambda extra: [], "does not contain a JSON object"),
 }
 WRONG_TEXTS = {
     "deep": ('{"state": ' + "[" * 100_000 + "]" * 100_000 + "}", "nested too deeply"),
@@ -312,7 +312,7 @@ MISFITS: dict[str, tuple[Callable[[Path], None], str]] = {
         "'model.bias' is [3] in the checkpoint",
     ),
     "missing": (lambda path: rewrite(path, lambda t: t.pop("model.bias")), "it lacks 'model.bias'"),
-    "extra": (lambda path: rewrite(path, lambda t: t.update({"model.c": torch.ones(1)})), "it also holds 'model.c'"),
+    "extra": (lambda path: rewrite(path, lambda t: t.update({"model.c": torch.ones(1)})), "it also contains 'model.c'"),
     "slot": (
         lambda path: rewrite(path, as_type("optimizer.bias.exp_avg", torch.int32)),
         "is torch.int32 in the checkpoint",
@@ -350,7 +350,7 @@ def test_state_that_the_optimizer_does_not_have_is_refused(tmp_path: Path, optim
     train(tmp_path / "run", max_steps=1, optimizer=optimizer)
     path = tmp_path / "run" / "checkpoints" / "step_00000001"
     rewrite(path, lambda tensors: tensors.update({"optimizer.weight.evil": torch.ones(3)}))
-    with pytest.raises(UserError, match=r"it also holds 'optimizer\.weight\.evil'"):
+    with pytest.raises(UserError, match=r"it also contains 'optimizer\.weight\.evil'"):
         train(tmp_path / "run", max_steps=2)
 
 
@@ -404,7 +404,7 @@ HEADERS: dict[str, tuple[dict[str, Any], Any, str]] = {
     "huge shape": ({"shape": [2**62, 4], "data_offsets": [0, 16]}, [0, 0], "lacks a valid shape of 'model.a'"),
     "unknown type": ({"dtype": "F6_E2M3"}, [0], "type F6_E2M3"),
     "no part": ({}, None, "lacks the offsets of 'model.a'"),
-    "a part elsewhere": ({}, [7], "holds only a part of 'model.a'"),
+    "a part elsewhere": ({}, [7], "contains only a part of 'model.a'"),
     "a negative part": ({}, [-1], "lacks the offsets of 'model.a'"),
     "a part of more dimensions": ({}, [0, 0], "lacks the offsets of 'model.a'"),
 }
@@ -444,7 +444,7 @@ def test_renamed_checkpoints_are_counted_at_each_start_with_the_command_that_rem
     train(run, max_steps=7)
     [line] = [line for line in capfd.readouterr().err.splitlines() if "set aside" in line]
     size = 3 * sum(file.stat().st_size for file in newest.iterdir())
-    assert "holds 3 checkpoints that were set aside" in line and f"{size / 1024:.1f} KiB" in line
+    assert "has 3 checkpoints that were set aside" in line and f"{size / 1024:.1f} KiB" in line
     subprocess.run(["bash", "-c", line[line.index("rm -r") :]], check=True)
     assert remark_on_asides(checkpoints) is None
     assert {"step_00000006", "step_00000007", "step_mine.other-1"} <= set(os.listdir(checkpoints))

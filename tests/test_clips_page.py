@@ -414,7 +414,7 @@ def test_runs_of_other_recipes_and_missing_steps_are_rejected_by_name(
     for step in (40, 80):
         (tmp_path / f"checkpoints/step_{step:08}").mkdir(parents=True)
     assert main([*words, "--step", "999"]) == 2
-    assert "--step 999:" in (said := capsys.readouterr().err) and "it has 40, 80 (or newest, best)" in said
+    assert "--step 999:" in (said := capsys.readouterr().err) and "use 40, 80, newest or best" in said
 
 
 def test_times_are_written_as_on_a_clock() -> None:

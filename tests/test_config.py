@@ -255,8 +255,8 @@ def test_false_means_no_where_no_is_a_choice() -> None:
         ("--color GREN", "color: expected one of RED, GREEN, got 'GREN' (from --color); did you mean GREEN?"),
         ("--betas 1 2 3", "betas: expected 2 values (a number, a number), got ['1', '2', '3'] (from --betas)"),
         ("--sizes 1,x", "sizes: expected a whole number, got 'x' (from --sizes)"),
-        ("--extra a", "extra: a mapping can only be set in a config file, not with --extra"),
-        ("--extra=a", "extra: a mapping can only be set in a config file, not with --extra"),
+        ("--extra a", "--extra: its value is a mapping, which can only be set in a config file"),
+        ("--extra=a", "--extra: its value is a mapping, which can only be set in a config file"),
     ],
 )
 def test_an_invalid_flag_is_one_line_with_the_fix(words: str, message: str) -> None:
@@ -276,7 +276,7 @@ def test_an_invalid_flag_is_one_line_with_the_fix(words: str, message: str) -> N
         ("num-epochs: 1\nnum_epochs: 2", "num_epochs is set twice in {file}, with a hyphen and with an underscore"),
         ("seed: 1\nsizes: [1,\nname: x", "config file {file}, line 3: "),
         ("seed: 1\nname: 'a\0b'", "config file {file}, line 2: the character '\\x00' is not allowed in YAML"),
-        ("- 1", "config file {file} must hold a mapping of fields to values, such as `batch_size: 4`"),
+        ("- 1", "config file {file} must contain a mapping of fields to values, such as `batch_size: 4`"),
         ("seed: !!python/object/apply:os.system [echo]", "config file {file}, line 1: could not determine"),
         ("extra: &a {b: *a}", "config file {file}, line 1: a value contains itself"),
         ("extra: {a: .nan}", "extra: expected finite numbers, text, true, false, none, or lists and mappings"),
@@ -294,7 +294,7 @@ def test_an_invalid_yaml_file_is_one_line_with_the_location(tmp_path: Path, text
         ('{"seed": true}', "seed: expected a whole number, got True (from {file})"),
         ('{"seed": 1,\n}', "config file {file}, line 2: "),
         ('{"seed": 1, "seed": 2}', "config file {file}, the key 'seed' occurs twice"),
-        ("[1]", "config file {file} must hold a mapping"),
+        ("[1]", "config file {file} must contain a mapping"),
         ("[" * 100_000, "config file {file} is nested too deeply"),
     ],
 )
@@ -363,7 +363,7 @@ class Undecorated(MyRecipe.Config):
         (Clash, "batch_size is a field of both BatchSettings and Clash; rename it in Clash"),
         (Odd, "Odd.x: a setting cannot have the type set[int]; use int, float"),
         (Sloppy, "Sloppy.x: the default does not fit the type: expected a whole number, got None"),
-        (Lost, "Lost: the type of a field cannot be found (name 'Nowhere' is not defined); define or import it"),
+        (Lost, "Lost: the type of a field is not defined (name 'Nowhere' is not defined); define or import it"),
         (Bare, "Bare is not a dataclass; write @dataclass above it"),
         (Undecorated, "Undecorated is not a dataclass; write @dataclass above it"),
     ],

@@ -254,7 +254,7 @@ def test_help_shows_the_aliases(monkeypatch: pytest.MonkeyPatch) -> None:
     ("aliases", "message"),
     [
         ({"lr": "learning_rat"}, "lr is an alias of learning_rat, which is not a setting; did you mean learning_rate?"),
-        ({"seed": "width"}, "seed cannot be an alias of width, it is a setting of RunSettings"),
+        ({"seed": "width"}, "seed cannot be an alias of width, because it is a setting of RunSettings"),
     ],
 )
 def test_an_alias_of_an_unknown_setting_is_an_error_in_the_recipe(aliases: dict[str, str], message: str) -> None:

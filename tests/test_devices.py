@@ -110,7 +110,7 @@ def test_hidden_gpus_keep_their_numbers() -> None:
 def test_min_memory_skips_full_gpus_and_reports_if_none_is_left() -> None:
     assert taken(choose("all", FOUR, min_memory_gb=75)) == [1, 3]
     assert taken(choose("3", FOUR, min_memory_gb=75)) == [1, 3]
-    with pytest.raises(UserError, match=r"min_memory_gb 90 .*80.0 GB on GPU 1"):
+    with pytest.raises(UserError, match=r"no GPU has 90 GB of free memory .*GPU 1 has the most, 80.0 GB"):
         choose("auto", FOUR, min_memory_gb=90)
     with pytest.raises(UserError, match=r"GPU 0 has 20.0 GB free"):
         choose("0,1", FOUR, min_memory_gb=75)

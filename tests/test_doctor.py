@@ -45,7 +45,7 @@ def test_a_healthy_gpu_machine_passes_all_checks() -> None:
         (replace(HEALTHY, packages={**PACKAGES, "torch": "2.8.1"}), "torch", "fail", "too old"),
         (replace(HEALTHY, packages={**PACKAGES, "torch": "2.14.0"}), "torch", "warn", "torch<2.14"),
         (replace(HEALTHY, packages={**PACKAGES, "torch": None}), "torch", "fail", "pip install"),
-        (replace(HEALTHY, torch_error="libcudart.so.13: no such file"), "torch", "fail", "install it again"),
+        (replace(HEALTHY, torch_error="libcudart.so.13: no such file"), "torch", "fail", "torch cannot be imported"),
         (replace(HEALTHY, packages={**PACKAGES, "rich": None}), "packages", "fail", "pip install rich"),
         (replace(HEALTHY, gpus=(), driver=None, cuda_works=False), "cuda", "warn", "nvidia-smi"),
         (replace(HEALTHY, driver=Driver("535.1", (12, 2)), cuda_works=False), "cuda", "fail", "update the driver"),

@@ -26,12 +26,12 @@ def refused(recipe: str, *flags: str, **more: object) -> str:
     [
         ("wan-flow", "--log_with", "every run writes metrics.jsonl and, with --tensorboard, TensorBoard files"),
         ("wan-flow", "--repeats", "every sample is used once per epoch; train longer with --num_epochs"),
-        ("wan-flow", "--fp8_scaled", "weights in 8 or 4 bit are not supported; to train a model that does not fit"),
+        ("wan-flow", "--fp8_scaled", "--base_precision stores frozen weights in 8 or 4 bit"),
         ("wan-flow", "--blocks_to_swap", "here it is --blocks_on_host"),
         (
             "wan-flow",
             "--offload_models",
-            "blocks wait in page-locked host memory with --blocks_on",
+            "--blocks_on_host stores blocks in host memory",
         ),
         ("wan-flow", "--use_8bit_adam", "use --optimizer adamw8bit"),
         ("wan-flow", "--num_train_epochs", "here it is --num_epochs"),

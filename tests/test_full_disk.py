@@ -96,7 +96,7 @@ def test_records_delayed_by_a_full_disk_are_written_later(tmp_path: Path, nproc:
         when = {"FULL_DISK": str(disk), "FULL_AFTER": str(first_save), "FULL_BETWEEN": "15 45"}
         done = command(*words, cwd=tmp_path, **when)
         assert done.code == 0, done.err
-        assert done.err.count("wait in memory") == done.err.count("is writable again") >= 2, done.err
+        assert done.err.count("stores the records in memory") == done.err.count("is writable again") >= 2, done.err
         assert losses(run) and {line["step"] for line in lines(run)} == set(range(1, 61))
         assert curve(run) == pytest.approx(dict(enumerate(losses(run), 1)))
         events = lines(run, "events.jsonl")
@@ -119,7 +119,7 @@ def test_a_disk_that_stays_full_loses_log_lines_and_not_the_run(tmp_path: Path) 
         done = command(*words, cwd=tmp_path, FULL_DISK=str(disk), FULL_BETWEEN="5 1000")
         assert done.code == 0, done.err
     assert "Traceback" not in done.err and "done after step 60" in done.err
-    assert done.err.count("wait in memory") == done.err.count("the last ") > 1
+    assert done.err.count("stores the records in memory") == done.err.count("the last ") > 1
 
 
 def test_a_best_checkpoint_that_cannot_be_marked_is_kept_marked_later_and_stops_no_deletion(tmp_path: Path) -> None:

@@ -208,11 +208,11 @@ def test_an_unwritable_file_loses_no_line_and_does_not_end_the_run(
         folder.metrics({"step": 1})
         folder.metrics({"step": 2})
     assert [record.message for record in caplog.records] == [
-        f"{file} cannot be written (File too large); the run continues, and its records wait in memory"
+        f"{file} cannot be written (File too large); the run continues and stores the records in memory"
     ]
     folder.metrics({"step": 3})
     assert [line["step"] for line in jsonl(file)] == [1, 2, 3]
-    assert caplog.records[-1].message == f"{file} is writable again; all waiting records are written"
+    assert caplog.records[-1].message == f"{file} is writable again; all records stored in memory were written"
 
 
 def test_an_incomplete_line_of_another_process_does_not_damage_the_next(tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ def test_the_report_of_a_killed_run_shows_the_whole_history(survivor: Path) -> N
         assert part in said, part
     assert "the step was skipped on all ranks" in said and "kill@rank1:step7" in said
     assert re.search(r"faults survived 2 1 restart", said)
-    assert "checkpoints saved" in said and "save_every 3 1000 flag" in said
+    assert "checkpoints were saved" in said and "save_every 3 1000 flag" in said
     assert said.index("Changed from the defaults") < said.index("Settings of the recipe")
     assert page.lines()["training"]["x"] == [1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 12]  # the value at step 9 was not a number
     titles = {a["id"] for a in page.all("title") + page.all("desc") if "id" in a}
@@ -213,7 +213,7 @@ def test_damaged_lines_are_skipped_and_counted(tmp_path: Path) -> None:
         lines.write(b'{"kind": 3}\n{"kind": "do')
     page = report(folder)
     assert page.lines()["training"]["y"] == [1, 0.5]
-    assert "8 lines of metrics.jsonl skipped" in page.text and "2 lines of events.jsonl skipped" in page.text
+    assert "8 lines of metrics.jsonl were skipped" in page.text and "2 lines of events.jsonl were skipped" in page.text
 
 
 def test_numbers_that_cannot_be_drawn_leave_a_gap(tmp_path: Path) -> None:
@@ -223,7 +223,7 @@ def test_numbers_that_cannot_be_drawn_leave_a_gap(tmp_path: Path) -> None:
         lines.write('{"step": 5, "loss": 1' + "0" * 400 + "}\n")
     page = report(folder)
     assert page.lines()["training"]["y"] == [1, 2]
-    assert "5 values not finite" in page.text
+    assert "Values that are not finite are not drawn (5 values)." in page.text
 
 
 def test_a_million_values_become_few_points_and_no_peak_is_lost() -> None:
@@ -346,7 +346,7 @@ def test_events_are_bounded_and_repetitions_are_one_line(tmp_path: Path) -> None
 def test_saves_are_counted_not_listed(tmp_path: Path) -> None:
     saves = [{"kind": "save", "step": step, "seconds": 0.5, "bytes": 2_000_000} for step in range(100)]
     page = report(made(tmp_path, [], saves))
-    assert "100 checkpoints saved, 1.9 MiB each, 0.5 s on average." in page.text
+    assert "100 checkpoints were saved, 1.9 MiB each, in 0.5 s on average." in page.text
     assert not page.all("time")
 
 
@@ -370,7 +370,7 @@ def test_a_killed_run_that_went_on_is_a_fault_and_a_stop_by_the_user_is_none(tmp
     stopped = [start, save, *signal, resume, {"kind": "done", "step": 90}]
     said = " ".join(report(made(tmp_path / "stopped", [], stopped)).text.split())
     assert "faults survived 0 no restart" in said and "repeated" not in said
-    assert "Nothing went wrong. Stopped 1 time by a signal, with a checkpoint." in said
+    assert "Nothing went wrong. A signal stopped the run 1 time, with a checkpoint." in said
 
     failed = [start, save, {"kind": "failed", "step": 50, "error": "x"}, {**resume, "repeated": 3}]
     timeline = read_run(made(tmp_path / "failed", [], failed)).timeline

@@ -179,7 +179,7 @@ def test_the_report_draws_the_numbers_of_each_rank(runs: dict[str, Outcome], tmp
     titles = ["Model FLOPs utilization", "computation per step", "wait for the others per step", "communication"]
     assert all(title in page for title in titles) and ">MFU<" in page
     slow = write_report(runs["slow, guarded"].folder, tmp_path / "slow.html").read_text()
-    assert "the speed of the slowest: on average rank 1" in slow
+    assert "The slowest rank, on average rank 1" in slow
     assert "GPU utilization" not in page and "GPU power" not in page  # there was no GPU
     alone = write_report(runs["unknown peak"].folder, tmp_path / "one.html").read_text()
     assert not any(title in alone for title in ["Model FLOPs", "wait for the others"])

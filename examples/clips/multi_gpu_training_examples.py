@@ -48,7 +48,7 @@ def say(text: str) -> None:
 
 
 class Stripes(Dataset[tuple[Tensor, int]]):
-    """Clips of noise (0), or with stripes over time (1), rows (2) or columns (3); learnable in a few epochs."""
+    """Clips with only noise (0), or with stripes over time (1), rows (2) or columns (3); learned in a few epochs."""
 
     def __init__(self, num: int, first: int = 0) -> None:
         self.num, self.first = num, first
@@ -95,7 +95,7 @@ def create_datasets() -> tuple[Dataset[object], Dataset[object]]:
 
 
 def example_2_distributed(folder: Path) -> float:
-    """One process per GPU, or two on the CPU; one call starts them all unless torchrun already has."""
+    """One process per GPU, or two on the CPU. A single call starts all processes unless torchrun has done so."""
     world_size = int(os.environ.get("WORLD_SIZE", torch.cuda.device_count() or 2))
     config = MultiGPUConfig(strategy="distributed", batch_size=8, num_workers=0, output_dir=str(folder / "run"))
     result = launch_distributed_training(
@@ -203,7 +203,7 @@ EXAMPLES: dict[str, Callable[[Path], float]] = {
 
 @contextmanager
 def shared_folder() -> Iterator[Path]:
-    """A temporary folder shared by all processes, deleted when all of them are done."""
+    """Yields a temporary folder that all processes share; deletes it when all of them are done."""
     with tempfile.TemporaryDirectory() as own:
         folder = [own]
         if dist.is_initialized():
@@ -214,7 +214,7 @@ def shared_folder() -> Iterator[Path]:
 
 
 def main(words: Sequence[str]) -> int:
-    """Runs the given examples, or all."""
+    """Runs the examples with the given numbers, or all examples."""
     if unknown := [word for word in words if word not in EXAMPLES]:
         print(f"there is no example {unknown[0]}; choose from 1 to 7", file=sys.stderr)
         return 2

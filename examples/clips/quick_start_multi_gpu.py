@@ -104,7 +104,7 @@ def check_requirements() -> int:
 
 
 def get_optimal_configuration() -> MultiGPUConfig:
-    """A config for this machine: all GPUs, a batch that fits on each, 16 bit if the hardware supports it."""
+    """Returns a config for this machine: all GPUs, a batch that fits on each, and bf16 if the hardware supports it."""
     model, train, _ = create_demo_model_and_dataset()
     size = get_optimal_batch_size(model, dataset=train, loss_fn=nn.CrossEntropyLoss(), max_batch_size=16)
     modern = torch.cuda.is_available() and torch.cuda.is_bf16_supported()
@@ -132,7 +132,7 @@ def run_quick_training(config: MultiGPUConfig, epochs: int, save_path: str = "ch
 
 
 def interactive_setup() -> Path:
-    """Asks for the most important settings, repeats invalid questions, and writes a new config file."""
+    """Asks for the most important settings and writes a new config file. Repeats a question after an invalid answer."""
     count = get_gpu_info()["count"]
     print(f"{count} GPUs found." if count else "No GPU found; using the CPU.")
     answers = {
@@ -201,7 +201,7 @@ def _one_of(choices: Sequence[str]) -> Callable[[str], str]:
 
 
 def run_benchmark(config: MultiGPUConfig) -> dict[str, Any]:
-    """Prints the throughput of all devices and of one."""
+    """Prints the throughput on all devices and on one device."""
     model, train, _ = create_demo_model_and_dataset()
     result = benchmark_multi_gpu_performance(model, train, config, loss_fn=nn.CrossEntropyLoss())
     print(f"{'':16}{'devices':>10}{'samples/s':>12}{'seconds':>10}{'memory MiB':>12}")

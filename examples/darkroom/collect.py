@@ -1,10 +1,10 @@
-"""Collects the histories of source learners for all goals into one HDF5 file, in the usual layout.
+"""Collects the histories of source learners for all goals in one HDF5 file, in the layout of other implementations.
 
 python collect.py                                                datasets/history_darkroom_explorer_alg-seed42.hdf5
 python collect.py --config config/algorithm/ppo_darkroom.yaml    datasets/history_darkroom_PPO_alg-seed42.hdf5
 python train.py --traj_dir datasets                              trains on the collected histories
 
-A stopped collection resumes when started again. Flags are those of train.py.
+If a collection was stopped, the same command resumes it. The flags are those of train.py.
 """
 
 import json
@@ -35,7 +35,7 @@ def collect(words: list[str]) -> Path:
     folder = Path(config.traj_dir or "datasets")
     file, blocks = folder / f"{name}.hdf5", folder / f".{name}"
     if file.exists():
-        raise UserError(f"{file} already exists and is not overwritten; move it away, or use another --alg_seed")
+        raise UserError(f"{file} already exists and is not overwritten; move that file, or use another --alg_seed")
     recipe = Darkroom(replace(config, traj_dir=str(blocks)))
     tasks = sorted(recipe.split.all)
     steps = config.total_source_timesteps // config.n_stream

@@ -20,7 +20,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="run folder")
     parser.add_argument("--episodes", type=int, default=100, help="number of in-context episodes")
-    parser.add_argument("--repeats", type=int, default=4, help="how often to play each goal")
+    parser.add_argument("--repeats", type=int, default=4, help="number of times to play each goal")
     parser.add_argument("--greedy", action="store_true", help="take the most likely action instead of sampling")
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampled actions")
     options = parser.parse_args()
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def _name(recipe: Darkroom, task: int) -> str:
-    """The position of a task's goal, or its number in environments without a single goal."""
+    """Returns the position of a task's goal, or the task's number in environments without a single goal."""
     size = recipe.room.size
     return f"({task // size},{task % size})" if recipe.config.env == "darkroom" else f"#{task}"
 

@@ -18,6 +18,6 @@ if __name__ == "__main__":
     files = [f"--config={Path(__file__).parent / file}" for file in CONFIG]
     arguments = sys.argv[1:]
     if not any(argument.startswith(("--gpus", "--nproc")) for argument in arguments):
-        arguments = ["--gpus=1", *arguments]  # not under a launcher, where each process already has its GPU
+        arguments = ["--gpus=1", *arguments]  # ignored under a launcher, which assigns a GPU to each process
     sys.argv[1:] = ["train", "darkroom", *files, *arguments]
     program()

@@ -1,9 +1,9 @@
-"""A transformer whose samples may be too long for one GPU: several ranks carry one sample together.
+"""A transformer whose samples may be too long for one GPU, so several ranks process one sample together.
 
     unisono train examples/own_model/long_sequences.py:LongSequences --nproc 4 --context_parallel 2
     unisono verify examples/own_model/long_sequences.py:LongSequences --ranks 1,2,4 --context_parallel 2
 
-The model learns to smooth a long noisy signal, where every position may look at every other one.
+The model learns to smooth a long noisy signal. Every position attends to all others.
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor, tokens: Any) -> Tensor:  # x is [batch, this rank's tokens, width]
         parts = self.to_query_key_value(self.norms[0](x)).chunk(3, dim=-1)
         query, key, value = (part.unflatten(-1, (self.heads, -1)) for part in parts)
-        x = x + self.out(tokens.attention(query, key, value).flatten(2))  # the only place that needs other tokens
+        x = x + self.out(tokens.attention(query, key, value).flatten(2))  # the only operation that needs other tokens
         return x + self.each(self.norms[1](x))
 
 
@@ -48,7 +48,7 @@ class Smoother(nn.Module):
         x = self.first(tokens.split(torch.stack([signal, position], dim=-1), dim=1))
         for block in self.blocks:
             x = block(x, tokens)
-        return tokens.gather(self.last(x), dim=1).squeeze(-1)  # all of it again, on every rank
+        return tokens.gather(self.last(x), dim=1).squeeze(-1)  # the whole signal again, on every rank
 
 
 class LongSequences(Recipe):

@@ -22,7 +22,7 @@ class TwoMoons(Recipe):
     @dataclass
     class Config:
         num_points: int = 4096
-        """Number of training points; evaluation uses a quarter as many others."""
+        """Number of training points. Evaluation uses a quarter as many, which are not used for training."""
         spread: float = 0.15
         """Standard deviation of the points around their half circle."""
         hidden: int = 64

@@ -67,7 +67,7 @@ def pipeline_folder(path: Path) -> Path:
 
 
 def sample_arguments(folder: Path) -> dict[str, int]:
-    """The arguments of the student's pipeline: sample size, number of steps and text length."""
+    """Returns the arguments for the student's pipeline: sample size, number of steps and text length."""
     call = {"height": SIDE, "width": SIDE, "num_frames": 1, "num_inference_steps": STEPS, "max_sequence_length": TEXT}
     with suppress(OSError, ValueError, AttributeError):  # not exported by unisono
         stored = json.loads((folder / HOW_TO_DRAW).read_text(encoding="utf-8"))
@@ -96,7 +96,7 @@ def generate(folder: Path, prompt: str, call: dict[str, int], seed: int, device:
 
 
 def write(frames: Any, file: Path, fps: float) -> None:
-    """Writes one frame as an image, several as a video."""
+    """Writes one frame as an image, and several frames as a video."""
     import torch
 
     pixels = (frames.clamp(0, 1) * 255).round().to(torch.uint8)
@@ -111,7 +111,7 @@ def write(frames: Any, file: Path, fps: float) -> None:
 
 
 def main() -> int:
-    """Generates one sample as the command line says."""
+    """Generates one sample with the options on the command line."""
     options = parse_arguments()
     try:
         if options.output.exists():

@@ -1,7 +1,7 @@
 """Translates the command line of the original script into settings of unisono.
 
-Most of its flags are flags or aliases of unisono (`unisono train wan-distill --help`). This module handles the others:
-each does what its name says, or a note explains what it does instead.
+Most of the script's flags are flags or aliases of unisono (`unisono train wan-distill --help`). This module handles the
+others. Each of these has the effect that its name suggests, or a note explains its effect.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _PLACEMENTS = {
 
 @dataclass
 class ScriptFlags:
-    """Values of the flags that unisono does not have."""
+    """Values of the flags of the original script that unisono does not have."""
 
     multi_gpu: bool = False
     distributed: bool = False
@@ -59,7 +59,7 @@ class ScriptFlags:
 
 
 def help_text() -> str:
-    """The text before the help of `unisono train wan-distill`."""
+    """Returns the text that precedes the help of `unisono train wan-distill`."""
     flags = {f"--{name}": text for name, text in _SWITCHES.items()}
     flags |= {f"--{name} {name.rpartition('_')[2].upper()}": text for name, text in _WITH_VALUE.items()}
     return f"""usage: python train_distillation.py --teacher_path MODEL --data_path FILE [--student_config FILE] [flags]
@@ -127,7 +127,7 @@ def translated(argv: Sequence[str]) -> tuple[list[str], ScriptFlags]:
 
 
 def torchrun(processes: int) -> str:
-    """The command that starts this many processes."""
+    """Returns the command that starts this many processes."""
     return f"torchrun --nproc_per_node={processes} train_distillation.py ..."
 
 
@@ -174,7 +174,7 @@ def _devices(script: ScriptFlags, resolved: Resolved, world: World, gpus: int) -
 
 
 def _tiny(resolved: Resolved) -> tuple[list[str], list[str]]:
-    """Adapts student and prompts to the tiny teacher, which knows only built-in shapes."""
+    """Adapts student and prompts to the tiny teacher, which was trained only on the built-in shapes."""
     if str(resolved.values["teacher_path"]).lower() != "tiny":
         return [], []
     arguments: list[str] = []
@@ -211,8 +211,8 @@ def _teacher(script: ScriptFlags, resolved: Resolved, gpus: int) -> tuple[list[s
         )
         return ["--teacher_device_strategy=auto"], remarks
     if chosen and strategy in _PLACEMENTS:
-        there = _PLACEMENTS[strategy] if gpus else "without a GPU the teacher runs on the CPU"
-        remarks.append(f"--teacher_device_strategy {strategy}: {there}")
+        placement = _PLACEMENTS[strategy] if gpus else "without a GPU the teacher runs on the CPU"
+        remarks.append(f"--teacher_device_strategy {strategy}: {placement}")
     return arguments, remarks
 
 
@@ -235,7 +235,7 @@ def _length(resolved: Resolved, names: set[str]) -> tuple[list[str], list[str]]:
 
 
 def _defaults(resolved: Resolved, names: set[str], gpus: int) -> tuple[list[str], list[str]]:
-    """Notes about defaults that differ from the original script; the tiny teacher has its own."""
+    """Returns defaults, and notes about those that differ from the original script. The tiny teacher has its own."""
     remarks: list[str] = []
     if "mixed_precision" in names:
         kind = {"no": "32 bit"}.get(resolved.values["mixed_precision"], resolved.values["mixed_precision"])
@@ -281,7 +281,7 @@ def _samples(script: ScriptFlags, resolved: Resolved, world: World) -> tuple[lis
 
 
 def num_samples(resolved: Resolved) -> int:
-    """Samples per epoch: prompts × roll-outs × noise levels."""
+    """Returns the number of samples per epoch, which is prompts × roll-outs × noise levels."""
     from unisono.recipes.wan_distill.data.prompts import prompts_of  # imports torch
 
     values = resolved.values

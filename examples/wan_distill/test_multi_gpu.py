@@ -39,7 +39,7 @@ def student(seed: int = 0) -> Any:
 
 
 def weights(model: Any) -> Tensor:
-    """All weights as one vector."""
+    """Returns all weights as one vector."""
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 

@@ -35,7 +35,7 @@ def print_note(line: str) -> None:
 
 
 def main() -> NoReturn:
-    """Trains as the command line says and exits with its exit code."""
+    """Trains with the options on the command line, and exits with the exit code of the run."""
     argv = sys.argv[1:]
     output = None
     if {"-h", "--help"} & set(argv):

@@ -55,7 +55,7 @@ def completed(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     if "use_ema" in map(flag_name, argv) and resolved.values["ema_decay"] == 0:
         raise ConfigError("--use_ema and --ema_decay 0 contradict each other; use one")
     if not resolved.explicit("gpus") and not resolved.explicit("nproc"):
-        arguments.append("--gpus=1")  # not under a launcher, where each process already has its GPU
+        arguments.append("--gpus=1")  # ignored under a launcher, which assigns a GPU to each process
     if not resolved.values["model_path"] and not resolved.values["model_config"]:
         more, remarks = _default_model(resolved)
         arguments += more

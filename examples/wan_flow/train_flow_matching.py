@@ -65,7 +65,7 @@ def _refuse(error: UnisonoError) -> NoReturn:
 
 
 def main() -> NoReturn:
-    """Trains as the command line says and exits with its exit code."""
+    """Trains with the options on the command line, and exits with the exit code of the run."""
     argv = sys.argv[1:]
     if {"-h", "--help"} & set(argv):
         _introduce()

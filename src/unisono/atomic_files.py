@@ -1,7 +1,7 @@
 """Writes files and folders atomically: they appear complete or not at all.
 
-The content goes to a temporary name in the same folder, and a rename gives it its real name. A process that dies in
-between leaves at most a hidden temporary file; a reader never sees half a file.
+The content is written under a temporary name in the same folder and renamed when it is complete. If the process dies
+before the rename, at most a hidden temporary file is left; a reader never sees half a file.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 
 def temporary_name(path: Path) -> Path:
-    """A hidden name next to `path` that no other writer uses."""
+    """Returns a hidden name next to `path` that no other writer uses."""
     return path.with_name(f".{path.name[:100]}.{secrets.token_hex(4)}.part")
 
 
@@ -51,7 +51,7 @@ def atomic_file(
 def write_atomically(
     path: Path, content: bytes | str | Iterable[bytes], *, durable: bool = False, one_writer: bool = False
 ) -> None:
-    """Writes or replaces a file in one piece; the options are those of `atomic_file`."""
+    """Writes or replaces a whole file atomically; the options are those of `atomic_file`."""
     with atomic_file(path, durable=durable, one_writer=one_writer) as temporary, open(temporary, "xb") as file:
         if isinstance(content, str):
             content = content.encode("utf-8", "replace")
@@ -62,7 +62,7 @@ def write_atomically(
 def atomic_folder(path: Path) -> Iterator[Path]:
     """Yields a temporary folder next to `path`, and renames it to `path` when the block ends without an exception.
 
-    The rename replaces an empty folder and nothing else. Relative links that lead out of the folder stay valid.
+    The rename replaces `path` only if it is an empty folder. Relative links that lead out of the folder stay valid.
     """
     temporary = temporary_name(path)
     temporary.mkdir(parents=True)
@@ -74,7 +74,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flushes a folder's list of names to permanent storage: otherwise a power cut may undo a rename."""
+    """Flushes a folder's directory entries to permanent storage; otherwise a power cut may undo a rename."""
     _sync(folder)
 
 
@@ -88,10 +88,10 @@ def _sync(path: Path) -> None:
 
 def _rename_to_new(temporary: Path, path: Path) -> None:
     try:
-        os.link(temporary, path)  # unlike rename, it never replaces a file
+        os.link(temporary, path)  # unlike os.rename, os.link never replaces a file
     except FileExistsError:
         raise
-    except OSError:  # a file system without links
+    except OSError:  # the file system does not support hard links
         if os.path.lexists(path):
             raise FileExistsError(f"{path} already exists") from None
         os.rename(temporary, path)

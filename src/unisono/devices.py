@@ -37,7 +37,7 @@ class GpuProcess:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU as NVML describes it; a value that NVML does not report is 0, None or empty."""
+    """One GPU as NVML describes it. Values that NVML does not report are 0, None or empty."""
 
     index: int
     """Number in PCI order, as in nvidia-smi."""
@@ -56,18 +56,18 @@ class Gpu:
     @property
     def is_free(self) -> bool:
         """Whether the GPU seems unused: no process with over 1 GiB, and at least 80 % of the memory free."""
-        # Memory counts too: NVML does not see the processes of other containers.
+        # Also checks the memory, because NVML does not list the processes of other containers.
         busy = any(process.bytes > _BUSY_PROCESS_BYTES for process in self.processes)
         return not busy and self.free_bytes >= _FREE_FRACTION * self.total_bytes
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The GPUs of a run; none means that it trains on the CPU."""
+    """The GPUs of a run. If `gpus` is empty, the run trains on the CPU."""
 
     gpus: tuple[Gpu, ...]
     requested: int
-    """Number of GPUs that the user requested, which may exceed the number available; 0 if the CPU is acceptable."""
+    """Number of GPUs that the user requested, which may exceed the number available; 0 if the user accepts the CPU."""
     warnings: tuple[str, ...] = ()
 
 
@@ -88,12 +88,12 @@ def num_cpu_cores() -> int:
 
 
 def visible_gpus(environ: Mapping[str, str] = os.environ) -> list[Gpu]:
-    """Returns the GPUs this process may use: all, or those in CUDA_VISIBLE_DEVICES; none without an NVIDIA driver."""
+    """Returns the GPUs this process may use: those in CUDA_VISIBLE_DEVICES if it is set, otherwise all."""
     return apply_mask(environ.get("CUDA_VISIBLE_DEVICES"), read_gpus())
 
 
 def apply_mask(mask: str | None, gpus: Sequence[Gpu]) -> list[Gpu]:
-    """Returns the GPUs in a CUDA_VISIBLE_DEVICES value, in its order; like CUDA, it stops at the first bad entry."""
+    """Returns the GPUs in a CUDA_VISIBLE_DEVICES value, in its order. Like CUDA, stops at the first bad entry."""
     if mask is None:
         return list(gpus)
     visible: list[Gpu] = []
@@ -154,7 +154,7 @@ def read_driver() -> Driver | None:
 
 
 def _mig_slice(uuid: str, index: int) -> Gpu:
-    """Describes a MIG slice, which NVML finds only by its UUID; CUDA accepts it even if NVML does not know it."""
+    """Describes a MIG slice, which NVML finds only by UUID. CUDA may accept a slice that NVML does not find."""
     with open_nvml() as nvml:
         handle = None if nvml is None else query_nvml(nvml, None, nvml.nvmlDeviceGetHandleByUUID, uuid)
         if handle is None:
@@ -163,7 +163,7 @@ def _mig_slice(uuid: str, index: int) -> Gpu:
 
 
 def query_nvml(nvml: Any, default: T, query: Callable[..., T], *arguments: Any) -> T:
-    """Runs one NVML query; any query may be unsupported on some card, driver or container."""
+    """Returns the result of an NVML query, or `default` if the GPU, driver or container does not support the query."""
     try:
         return query(*arguments)
     except nvml.NVMLError:
@@ -204,7 +204,7 @@ def _links(nvml: Any, handle: Any) -> tuple[str, ...]:
     nvlinks = [query_nvml(nvml, 0, nvml.nvmlDeviceGetNvLinkState, handle, i) for i in range(nvml.NVML_NVLINK_MAX_LINKS)]
     if any(nvlinks):
         links.append(f"NVLink x{sum(nvlinks)}")
-    # The maximum, not the current value: an idle GPU reduces its link to generation 1.
+    # Reads the maximum instead of the current value, because an idle GPU reduces its link to generation 1.
     generation = query_nvml(nvml, 0, nvml.nvmlDeviceGetMaxPcieLinkGeneration, handle)
     width = query_nvml(nvml, 0, nvml.nvmlDeviceGetMaxPcieLinkWidth, handle)
     if generation:
@@ -235,38 +235,41 @@ def choose(
         return Choice((), count or 0, (f"no CUDA device{named}: training on the CPU",))
     if ids is not None:
         return _by_id(ids, gpus, min_memory_gb, locked)
-    roomy = [gpu for gpu in gpus if gpu.free_bytes >= min_memory_gb * GB]
-    if not roomy:
-        best = max(gpus, key=lambda gpu: gpu.free_bytes)
+    large_enough = [gpu for gpu in gpus if gpu.free_bytes >= min_memory_gb * GB]
+    if not large_enough:
+        emptiest = max(gpus, key=lambda gpu: gpu.free_bytes)
         raise UserError(
-            f"no GPU has min_memory_gb {min_memory_gb:g} free (most free: {best.free_bytes / GB:.1f} GB on GPU "
-            f"{best.index}); lower min_memory_gb, or wait until a GPU is free"
+            f"no GPU has {min_memory_gb:g} GB of free memory (min_memory_gb); GPU {emptiest.index} has the most, "
+            f"{emptiest.free_bytes / GB:.1f} GB; lower min_memory_gb, or wait until a GPU is free"
         )
     if request == "all":
-        return Choice(tuple(roomy), len(roomy), _lock_warnings(roomy, locked))
-    emptiest = sorted(roomy, key=lambda gpu: (gpu.uuid in locked, -gpu.free_bytes, gpu.utilization or 0, gpu.index))
-    unlocked = [gpu for gpu in emptiest if gpu.uuid not in locked]
+        return Choice(tuple(large_enough), len(large_enough), _lock_warnings(large_enough, locked))
+    by_preference = sorted(
+        large_enough, key=lambda gpu: (gpu.uuid in locked, -gpu.free_bytes, gpu.utilization or 0, gpu.index)
+    )
+    unlocked = [gpu for gpu in by_preference if gpu.uuid not in locked]
     if request == "auto":
-        taken = [gpu for gpu in unlocked if gpu.is_free]
-        wanted = max(1, len(taken))
+        chosen = [gpu for gpu in unlocked if gpu.is_free]
+        requested = max(1, len(chosen))
     else:
-        wanted = count or 1
-        taken = unlocked[:wanted]
+        requested = count or 1
+        chosen = unlocked[:requested]
     warnings = []
-    if not taken:
-        taken = emptiest[:1]
-        warnings.append(f"no GPU is free: using GPU {taken[0].index}, which has the most free memory, and sharing it")
-    if len(taken) < wanted:
-        held = f" ({len(roomy) - len(unlocked)} in use by other runs)" if len(unlocked) < len(roomy) else ""
+    if not chosen:
+        chosen = by_preference[:1]
+        warnings.append(f"no GPU is free: using GPU {chosen[0].index}, which has the most free memory, and sharing it")
+    if len(chosen) < requested:
+        num_locked = len(large_enough) - len(unlocked)
+        in_use = f" ({num_locked} in use by other runs)" if num_locked else ""
         warnings.append(
-            f"{wanted} GPUs requested, using {len(taken)} of {len(gpus)}{held}: "
+            f"{requested} GPUs requested, using {len(chosen)} of {len(gpus)}{in_use}: "
             "gradient accumulation keeps the effective batch"
         )
-    return Choice(tuple(sorted(taken, key=gpus.index)), wanted, tuple(warnings))
+    return Choice(tuple(sorted(chosen, key=gpus.index)), requested, tuple(warnings))
 
 
 def _ids(request: str) -> list[str]:
-    """Splits "0,2" or "3," into ids (without its comma, a single id would be a count); a UUID is an id too."""
+    """Splits "0,2" or "3," into ids, each an index or a UUID. A number without a comma would be a count."""
     ids = [part.strip() for part in request.removesuffix(",").split(",")]
     if not all(re.fullmatch("[0-9]{1,9}", each) or each.startswith(("GPU-", "MIG-")) for each in ids):
         raise UserError(f"gpus {request!r} is not all, auto, a count such as 2, or ids such as 0,2 (a single id: 3,)")
@@ -309,7 +312,7 @@ def child_environment(choice: Choice) -> dict[str, str]:
 
 
 class GpuLock:
-    """Locks GPUs for one run by files in the temp folder; the kernel releases the locks when the process ends."""
+    """Locks GPUs for one run with files in the temp folder. The kernel releases the locks when the process ends."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder or Path(tempfile.gettempdir())
@@ -352,8 +355,8 @@ class GpuLock:
     def _open(self, uuid: str) -> int:
         path = self.path(uuid)
         try:
-            # Tries without O_CREAT first: in a sticky folder, Linux refuses it for another user's file
-            # (protected_regular).
+            # Tries without O_CREAT first, because in a sticky folder Linux refuses O_CREAT for another user's file
+            # (the sysctl fs.protected_regular).
             return os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
         except FileNotFoundError:
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)

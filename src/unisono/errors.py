@@ -1,4 +1,4 @@
-"""Exceptions whose messages are for the user, and exit codes.
+"""Exit codes, and exceptions whose messages are for the user.
 
 A `UnisonoError` ends the command with one line on stderr and its exit code. Any other exception that escapes is a bug,
 in unisono or in a recipe, and shows a traceback (`unisono.tracebacks`).
@@ -12,7 +12,7 @@ from typing import NoReturn
 
 EXIT_DONE = 0
 EXIT_DIFFERENCE = 1  # `verify` or `doctor` found a problem
-EXIT_DIED = 1  # a single rank crashed, as after a traceback; its launcher restarts all ranks
+EXIT_DIED = 1  # exit status of a rank that crashed; its launcher restarts all ranks
 EXIT_USER_ERROR = 2
 EXIT_FAILED = 3
 EXIT_STOPPED = 75  # stopped by a signal, with a checkpoint (EX_TEMPFAIL); the same command continues the run
@@ -44,20 +44,20 @@ class TrainingFailed(UnisonoError):
 
 
 class TryAgain(UnisonoError):
-    """This attempt failed; the next one starts from the last checkpoint and does something differently."""
+    """This attempt failed; the next one starts from the last checkpoint with changed settings."""
 
     exit_code = EXIT_DIED
 
 
 class TrySmaller(TryAgain):
-    """This attempt ran out of memory; the next one uses a smaller micro-batch. It does not count as a restart.
+    """This attempt ran out of memory; the next one uses a smaller micro-batch and does not count as a restart.
 
-    The size is stored and shrinks each time, down to one sample, so there are only a few such attempts.
+    Each such attempt stores a smaller micro-batch size, down to one sample, so there can be only a few of them.
     """
 
 
 def run_as_program(main: Callable[[], int]) -> NoReturn:
-    """Runs the `main` of a module started with `python -m`; an error becomes one line and its exit code."""
+    """Runs the `main` of a module started with `python -m`, and exits. Prints a UnisonoError as one line."""
     try:
         sys.exit(main())
     except UnisonoError as error:

@@ -1,4 +1,4 @@
-"""Injects faults into the real processes, for users who test a setup and for unisono's own tests.
+"""Injects faults into the ranks of a run. Users test the recovery of their setup with it, and unisono its own.
 
 `--inject "kill@rank1:step7"` kills rank 1 while it computes step 7. Separate several faults by commas; each has the
 form
@@ -6,8 +6,8 @@ form
     kind@rankR:stepS[:phase][:2.5s][:x3]
 
 Without `rankR` the fault happens on every rank. `phase` is the point of the step (see PHASES), `2.5s` the duration of a
-hang or slowdown, `x3` the number of times. A fault happens once per run and not again when the step is repeated after a
-restart: just before it happens, the rank creates a file in the run folder as a record.
+hang or slowdown, `x3` the number of times. By default, a fault happens once per run. It does not happen again if a
+restart repeats the step, because the rank records the fault in a file in the run folder just before it happens.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _SAVE_KINDS = {"kill-during-save": "save-write", "disk-full": "save-write", "cor
 _KINDS = {
     "kill": "the rank kills itself (SIGKILL)",
     "segfault": "the rank reads address 0",
-    "exit": "the rank exits without an outcome",
+    "exit": "the rank exits without writing an outcome",
     "error": "the rank raises an exception",
     "sigterm": "the rank receives SIGTERM (also: sigint, sigusr1)",
     "sigint": "",
@@ -72,7 +72,7 @@ class Fault:
 
     @property
     def of_save(self) -> bool:
-        """Whether the fault happens during a save: the first one at or after its step."""
+        """Whether the fault happens during a save, namely the first save at or after its step."""
         return self.phase in SAVE_PHASES
 
 
@@ -126,7 +126,7 @@ class Injector:
         memory: Path | None = None,
         record: Callable[[Fault, int], None] | None = None,
     ) -> None:
-        """`memory` is the folder that records past faults; the injector calls `record` just before a fault."""
+        """`memory` is the folder in which past faults are recorded. The injector calls `record` just before a fault."""
         self._faults = [fault for fault in faults if fault.rank in (None, rank)]
         self._rank, self._memory, self._record = rank, memory, record
 
@@ -154,7 +154,7 @@ class Injector:
             _EFFECTS[fault.kind](fault, saved)
 
     def _claim(self, fault: Fault, step: int) -> bool:
-        """Marks the fault as happened, across restarts; returns False if it has already happened often enough."""
+        """Records in a file that the fault happens now; returns False if it has already happened `times` times."""
         if self._memory is None:
             return False
         self._memory.mkdir(parents=True, exist_ok=True)
@@ -208,7 +208,7 @@ def _corrupt(fault: Fault, saved: Path | None) -> None:
     assert saved is not None
     file = max((path for path in saved.iterdir() if path.is_file()), key=lambda path: path.stat().st_size)
     with open(file, "r+b") as data:
-        # A different bit on each rank: flipping the same bit twice would restore it.
+        # Every rank flips a different bit, because flipping the same bit twice would restore it.
         data.seek(file.stat().st_size // 2 + int(os.environ.get("RANK", "0")))
         byte = data.read(1)[0]
         data.seek(-1, os.SEEK_CUR)

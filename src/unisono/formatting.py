@@ -11,7 +11,7 @@ LONGEST_MESSAGE = 2_000
 
 
 def format_number(value: float, digits: int = 4) -> str:
-    """A number in few characters, with at least `digits` significant digits: 0.00713, 12,840, 512 M, 3.2e-05."""
+    """Formats a number briefly, with at least `digits` significant digits: 0.00713, 12,840, 512 M, 3.2e-05."""
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
     if value == int(value) and abs(value) < 1e7:
@@ -30,22 +30,22 @@ def _fixed(value: float, digits: int) -> str:
 
 
 def _without_zeros(text: str) -> str:
-    """Drops trailing zeros after the decimal point; zeros of a whole number are part of its value."""
+    """Removes trailing zeros after a decimal point; a whole number keeps its zeros."""
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 def format_rate(rate: float) -> str:
-    """A rate with at most three significant digits: 0.25, 3.1, 812, 1,200."""
+    """Formats a rate: 0.25, 3.1, 812, 1,200."""
     return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
 def format_count(count: int, thing: str) -> str:
-    """A count with its noun; `thing` is the singular: 1 rank, 2 ranks, 1,200 queries."""
+    """Formats a count with its noun, given in the singular as `thing`: 1 rank, 2 ranks, 1,200 queries."""
     return f"{count:,} {plural(thing, count)}"
 
 
 def plural(thing: str, count: int) -> str:
-    """The singular or plural of a noun, depending on the count."""
+    """Returns the singular or plural of a noun, depending on the count."""
     if count == 1:
         return thing
     if thing.endswith("y") and thing[-2] not in "aeiou":
@@ -54,7 +54,7 @@ def plural(thing: str, count: int) -> str:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """A number of bytes in binary units: 512 bytes, 1.5 MiB, 12.0 GiB."""
+    """Formats a number of bytes in binary units: 512 bytes, 1.5 MiB, 12.0 GiB."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if num_bytes >= size:
             return f"{num_bytes / size:,.1f} {unit}"
@@ -62,7 +62,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_duration(seconds: float, *, precise: bool = False) -> str:
-    """A duration in its two largest units: 45s, 3m10s, 2h05m, 3d04h; `precise` shows fractions below 10 s: 0.25 s."""
+    """Formats a duration in its two largest units: 45s, 3m10s, 2h05m, 3d04h. `precise` shows 0.25 s below 10 s."""
     if precise and seconds < 10:
         return f"{seconds:.2g} s"
     whole = max(0, round(seconds))
@@ -76,7 +76,7 @@ def format_duration(seconds: float, *, precise: bool = False) -> str:
 
 
 def format_clock(seconds: float) -> str:
-    """A point in time as a player shows it: 0:07, 12:34, 1:02:03, 2 d 3:04:05."""
+    """Formats a position in a video, in seconds, as players show it: 0:07, 12:34, 1:02:03, 2 d 3:04:05."""
     whole = int(max(seconds, 0) + 0.5)
     days, hours, minutes = whole // 86400, whole // 3600 % 24, whole // 60 % 60
     begin = f"{days} d " if days else ""
@@ -84,7 +84,7 @@ def format_clock(seconds: float) -> str:
 
 
 def describe_exception(error: BaseException, *, bare: tuple[type[BaseException], ...] = (UnisonoError,)) -> str:
-    """An exception in one line, with its class name unless the class is in `bare`."""
+    """Describes an exception in one line, with its class name unless it is an instance of a class in `bare`."""
     try:
         text = " ".join(str(error).split())
     except Exception:  # its __str__ fails
@@ -94,10 +94,10 @@ def describe_exception(error: BaseException, *, bare: tuple[type[BaseException],
 
 
 def shorten_middle(text: str, longest: int) -> str:
-    """The beginning and the end of a long text."""
+    """Shortens a text to about `longest` characters by cutting out its middle."""
     return text if len(text) <= longest else f"{text[: longest // 2]} … {text[-longest // 2 :]}"
 
 
 def shorten(text: str, longest: int = 400) -> str:
-    """The beginning of a long text."""
+    """Shortens a text to at most `longest` characters by cutting off its end."""
     return text if len(text) <= longest else f"{text[: longest - 1]}…"

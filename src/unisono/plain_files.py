@@ -1,8 +1,8 @@
-"""Opens regular files only, and parses JSON safely, because anybody may have changed the files of a run folder.
+"""Opens regular files only, and parses JSON safely.
 
-Opening a FIFO blocks until a process writes to it, opening a device may have side effects, and deeply nested JSON
-exhausts Python's stack, in the parser or later. Here each of these is an OSError or a ValueError with a one-line
-message, so callers need to handle only these two.
+A run folder may contain files that somebody else has put there. Opening a FIFO blocks until a process writes to it,
+opening a device may have side effects, and deeply nested JSON exhausts Python's stack. In these cases the functions
+here raise an OSError or a ValueError with a one-line message, so callers need to handle only these two.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 LARGEST_JSON = 64 * 2**20
-"""In bytes. unisono's own files are a thousand times smaller; a larger file would only fill the memory."""
+"""Maximum size of a JSON file in bytes. unisono's own JSON files are a thousand times smaller."""
 
 DEEPEST_JSON = 100
 """Maximum depth of nested lists and objects; unisono's own files have fewer than ten levels."""
@@ -40,9 +40,9 @@ class NotRegular(OSError):
 
 
 def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> FileIO:
-    """Opens a regular file, unbuffered; NotRegular for anything else. Follows symbolic links.
+    """Opens a regular file without buffering; raises NotRegular for anything else. Follows symbolic links.
 
-    `flags` are those of `os.open`; O_CREAT creates a missing file.
+    `flags` are those of `os.open`; with O_CREAT, a missing file is created.
     """
     # Checks before opening, because opening a device may have side effects, and again afterwards, because the file may
     # have been replaced; with O_NONBLOCK, a FIFO that appears in between does not block.
@@ -62,7 +62,7 @@ def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> FileIO:
 
 
 def read_json(path: str | Path) -> Any:
-    """Parses a JSON file; any problem with the file is an OSError or a ValueError."""
+    """Parses a JSON file; raises OSError or ValueError for any problem with the file."""
     with open_regular(path) as file:
         if os.fstat(file.fileno()).st_size > LARGEST_JSON:
             raise ValueError(f"larger than {LARGEST_JSON >> 20} MiB")
@@ -70,7 +70,7 @@ def read_json(path: str | Path) -> Any:
 
 
 def parse_json(text: bytes | str) -> Any:
-    """Parses a JSON text; any problem with it is a ValueError."""
+    """Parses a JSON text; raises ValueError for any problem with it."""
     try:
         value = json.loads(text)
     except RecursionError:

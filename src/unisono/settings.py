@@ -19,7 +19,7 @@ class RunSettings:
     """The run"""
 
     output_dir: str | None = None
-    """Run folder. A run started again with the same folder continues where it stopped. Default: runs/<recipe>-<time>."""
+    """Run folder. If it already contains a run, training continues from that run's newest checkpoint. Default: runs/<recipe>-<time>."""
     max_steps: int | None = None
     """Number of optimizer steps after which the run ends, unless num_epochs ends it earlier."""
     num_epochs: int | None = None
@@ -31,9 +31,9 @@ class RunSettings:
     deterministic: bool = False
     """Use deterministic kernels and a fixed gradient bucket layout, so that a repeated or resumed run is bitwise identical (slower)."""
     inject: str | None = None
-    """Inject faults into the real processes: kind@rankR:stepS[:phase][:2.5s][:x3], e.g. kill@rank1:step7 (see docs/faults.md)."""
+    """Inject faults to test recovery, as kind@rankR:stepS[:phase][:2.5s][:x3]; kill@rank1:step7 kills rank 1 in step 7 (see docs/faults.md)."""
     disable_dropout: bool = False
-    """Set every dropout probability of the model to 0, for comparing runs: dropout masks differ between ranks. verify always sets it."""
+    """Set every dropout probability of the model to 0. Use it to compare runs on different numbers of ranks, because dropout masks differ between ranks. verify always sets it."""
 
 
 @dataclass(frozen=True)
@@ -43,25 +43,25 @@ class LaunchSettings:
     gpus: str = "auto"
     """GPUs to use: all; auto (every GPU that is free according to NVML); a count N (the N with most free memory); or ids such as 0,2 (a single id: 3,). 0 trains on the CPU."""
     nproc: int | None = None
-    """Number of CPU ranks to start. Together with gpus: number of ranks on those GPUs (ranks share a GPU if there are more ranks than GPUs)."""
+    """Number of CPU ranks to start. If gpus is set as well: number of ranks on those GPUs (ranks share a GPU if there are more ranks than GPUs)."""
     max_ranks_per_core: int = 8
-    """Largest number of ranks per CPU core that nproc may ask for. Raise it to start more; each rank needs a few hundred MiB."""
+    """Upper limit for nproc, in ranks per CPU core. Raise it to start more ranks; each needs a few hundred MiB of memory."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """Communication backend. auto: NCCL between GPUs, gloo between CPU ranks and between ranks that share a GPU; gloo: also between GPUs (slower; use it where NCCL fails); nccl: also between ranks that share a GPU (very slow; for tests of NCCL on one GPU)."""
+    """Communication backend. auto: NCCL between GPUs, gloo between CPU ranks and between ranks that share a GPU; gloo: gloo everywhere (slower; use it if NCCL fails); nccl: NCCL even between ranks that share a GPU (very slow; for tests of NCCL on one GPU)."""
     min_memory_gb: float = 0.0
-    """Free memory in GB that a GPU must have for gpus auto or a count to choose it."""
+    """Minimum free memory, in GB, of every GPU that the run uses. auto, all and a count skip GPUs with less free memory; the id of such a GPU is an error."""
     nnodes: int | str = 1
-    """Number of machines, if you start unisono on each of them. 1:4 trains on as many of 1 to 4 machines as are available."""
+    """Number of machines, for a run that you start on each of them yourself. 1:4 trains on as many of 1 to 4 machines as are available."""
     node_rank: int | None = None
-    """Number of this machine, from 0 to nnodes - 1, if nnodes is more than 1. Machine 0 hosts the rendezvous."""
+    """Index of this machine, from 0 to nnodes - 1, if nnodes is more than 1. Machine 0 hosts the rendezvous."""
     rdzv_endpoint: str | None = None
     """Address host:port of the rendezvous on machine 0, if nnodes is more than 1. Default on one machine: a free local port."""
     max_restarts: int = 3
-    """Number of times that the launcher restarts all ranks from the last checkpoint after one of them died. 0: end the run instead."""
+    """Maximum number of times that the launcher restarts all ranks from the last checkpoint after a rank died. 0: the run ends when a rank dies."""
     hang_timeout: float = 600.0
     """Seconds that a step or an evaluation batch may take before the launcher reports the hanging rank with its stack and restarts all ranks. Raise it if single steps take longer. 0: no limit."""
     start_timeout: float = 1800.0
-    """Seconds from the rendezvous to the end of the first step (which may compile) before the launcher treats a rank as hanging. 0: no limit."""
+    """Seconds that a rank may take from the rendezvous to the end of its first step, which may include compilation, before the launcher treats it as hanging. 0: no limit."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class ParallelSettings:
     find_unused_parameters: bool = False
     """Allow trained parameters that the loss does not use, which unisono rejects by default. ddp searches for them in every step, which is slower."""
     static_graph: bool = False
-    """ddp: assume that every step uses the same parameters in the same order, which lets ddp optimize communication. Steps cannot be guarded then (see guard_steps)."""
+    """ddp: assume that every step uses the same parameters in the same order, which lets ddp optimize communication. It disables guarded steps (see guard_steps)."""
     gradient_as_bucket_view: bool = True
     """ddp: store gradients inside the communication buckets (saves one copy of the gradients)."""
     bucket_cap_mb: float = 25.0
@@ -83,13 +83,13 @@ class ParallelSettings:
     sync_batch_norm: bool = False
     """Compute batch norm statistics over the micro-batches of all ranks instead of each rank's own. Needs GPUs."""
     shard_size: int | Literal["auto", "node", "all"] = "auto"
-    """fsdp: number of consecutive ranks that hold one copy of the weights together; the other ranks hold further copies (HSDP). A smaller number needs more memory and less communication between machines. node: the ranks of a machine; all: one copy in all; auto: node if there are several machines and a copy fits into one, all otherwise."""
+    """fsdp: number of consecutive ranks over which one copy of the weights is sharded; every further group of ranks has its own copy (HSDP). A smaller number needs more memory per rank and less communication between machines. node: the ranks of one machine; all: a single copy over all ranks; auto: node if there are several machines and one machine has room for a copy, otherwise all."""
     fsdp_cpu_offload: bool = False
     """fsdp: keep shards, gradients and optimizer state in host memory, for a model that does not fit on the GPUs (slower)."""
     context_parallel: int = 1
-    """Number of consecutive ranks that carry one sample together, each with a part of its tokens, for samples whose activations do not fit on one GPU. It must divide the number of ranks. The effective batch counts each group once. The recipe must support it (wan-flow and wan-distill do)."""
+    """Number of consecutive ranks that process one sample together, each with a part of its tokens, for samples whose activations do not fit on one GPU. It must divide the number of ranks. Such a group counts as one GPU in the effective batch. The recipe must support it (wan-flow and wan-distill do)."""
     blocks_on_host: int | Literal["auto"] = 0
-    """Number of repeated blocks that wait in host memory and are copied to the GPU just before they are needed (single and ddp; see docs/small_cards.md): the frozen weights of a LoRA run, or weights, gradients and optimizer state of a full fine-tune. Two of them are on the GPU at any time. It does not change the result. auto: as few as possible."""
+    """Number of repeated blocks that are stored in host memory and copied to the GPU just before they are needed (single and ddp; see docs/small_cards.md): the frozen weights of a LoRA run, or weights, gradients and optimizer state of a full fine-tune. Two of these blocks are on the GPU at any time, so only values above 2 save memory. It does not change the result. auto: as few blocks as possible."""
     fsdp_reshard_after_forward: bool = True
     """fsdp: free a block's gathered weights after its forward pass and gather them again for backward (less memory, more traffic). Weights outside of blocks stay gathered until backward in any case."""
     fsdp_sync: Literal["every", "last"] = "every"
@@ -101,15 +101,15 @@ class BatchSettings:
     """Batch"""
 
     batch_size: int = 8
-    """Samples per GPU and micro-batch. The effective batch is batch_size × GPUs × gradient_accumulation_steps; GPUs that carry a sample together (context_parallel) count as one."""
+    """Samples per GPU and micro-batch. The effective batch is batch_size × GPUs × gradient_accumulation_steps; GPUs that process a sample together (context_parallel) count as one."""
     global_batch_size: int | None = None
     """Samples per optimizer step across all GPUs. Set it to make a run independent of the number of GPUs: gradient accumulation follows from it."""
     gradient_accumulation_steps: int | None = None
     """Micro-batches per GPU and optimizer step (default: 1, or what global_batch_size requires)."""
     micro_batch: int | Literal["auto"] | None = None
-    """Largest number of samples that a GPU computes at once (default: batch_size). Lower it to save memory; it does not change the result. auto: the largest number that fits, found by trial before step 1."""
+    """Maximum number of samples that a GPU processes at once (default: batch_size). Lower it to save memory; it does not change the result. auto: the largest number that fits, found by trial before step 1."""
     guard_steps: int = 3
-    """ddp: number of steps per input shape that can be repeated after running out of memory, because ranks reduce gradients only after all of them have finished backward (slower). -1: all steps; 0: none."""
+    """ddp: number of guarded steps per input shape. In a guarded step, ranks reduce gradients only after all of them have finished backward. That is slower, but the step can be repeated if a rank runs out of memory. -1: guard all steps; 0: none."""
 
 
 @dataclass(frozen=True)
@@ -117,19 +117,19 @@ class PrecisionSettings:
     """Precision and speed"""
 
     mixed_precision: Literal["no", "fp16", "bf16"] = "no"
-    """Compute in 16-bit precision with 32-bit weights: faster, with less memory. bf16 needs Ampere or newer GPUs; fp16 uses loss scaling."""
+    """Compute in 16-bit precision with 32-bit weights, which is faster and needs less memory. bf16 needs Ampere or newer GPUs; fp16 uses loss scaling."""
     dtype: Literal["float32", "float64"] = "float32"
     """Data type of weights, gradients and optimizer state. float64 is meant for verification."""
     base_precision: Literal["auto", "bf16", "fp8", "int8", "nf4"] = "auto"
-    """Storage format of the frozen linear layers in repeated blocks: the base of a LoRA, a teacher. fp8 and int8 take 1 byte per weight, nf4 about half a byte; trained weights stay as they are. auto: the type of the computation. It cannot change within a run."""
+    """Storage format of the frozen linear layers in repeated blocks: the base of a LoRA, a teacher. fp8 and int8 take 1 byte per weight, nf4 about half a byte; trained weights keep their type. auto: the type of the computation. It cannot change within a run."""
     tf32: bool = False
-    """Allow TensorFloat-32 for 32-bit matrix products and convolutions on the GPU: faster, with less precision."""
+    """Allow TensorFloat-32 for 32-bit matrix products and convolutions on the GPU, which is faster and less precise."""
     compile: bool = False
     """Apply torch.compile to each repeated block of the model (to the whole model if it has none). The first steps take longer."""
     cuda_graph: bool = False
-    """Record a step as a CUDA graph and replay it. Helps small models that are limited by kernel launches. Supports single and ddp and inputs of one shape; Python code in loss() runs only once, during recording."""
+    """Record a step as a CUDA graph and replay it, which speeds up small models that are limited by kernel launches. It requires strategy single or ddp, and inputs of one shape. Python code in loss() runs only once, during recording."""
     activation_checkpointing: bool | Literal["selective"] = False
-    """Recompute each repeated block in backward instead of storing its activations: less memory, about a third more computation. selective: also store the results of attention and of every second matrix product, which are expensive to recompute."""
+    """Recompute each repeated block in backward instead of storing its activations. This saves memory and takes about a third more computation. selective: also store the results of attention and of every second matrix product, which are expensive to recompute."""
     activation_memory_gb: float | None = None
     """Memory per GPU, in GiB, for the activations that all repeated blocks together store for backward. A trial before step 1 measures the blocks, and each block then recomputes as little as this allows: nothing, what is cheap, or everything. Instead of activation_checkpointing."""
     recompute_every: int = 1
@@ -141,9 +141,9 @@ class OptimSettings:
     """Optimizer and schedule"""
 
     optimizer: str = "adamw"
-    """Optimizer: adamw, adam, sgd, or the name of another torch.optim class (except lbfgs and sparseadam). adamw8bit and adamw4bit need a quarter and an eighth of adamw's memory, adafactor almost none. muon trains the matrices of repeated blocks, adamw all other weights. prodigy finds its own learning rate. schedule_free_adamw needs no schedule. A recipe's optimizer() takes precedence."""
+    """Optimizer: adamw, adam, sgd, or the name of another torch.optim class (except lbfgs and sparseadam). The optimizer state of adamw8bit and adamw4bit takes a quarter and an eighth of adamw's memory, that of adafactor almost none. muon trains the matrices of repeated blocks, adamw all other weights. prodigy finds its own learning rate. schedule_free_adamw needs no schedule. A recipe's optimizer() takes precedence."""
     learning_rate: float = 1e-3
-    """Peak learning rate, after the warm-up and before the decay. prodigy multiplies its own estimate by it; the default is then 1."""
+    """Peak learning rate, after the warm-up and before the decay. With prodigy: factor by which its own estimate is multiplied (default: 1)."""
     weight_decay: float = 0.01
     """Weight decay: decoupled for adamw, an L2 penalty for other optimizers."""
     beta1: float = 0.9
@@ -153,7 +153,7 @@ class OptimSettings:
     epsilon: float = 1e-8
     """Term that Adam adds to the denominator for numerical stability."""
     grad_clip: float = 1.0
-    """Largest norm of the gradient of the whole model; larger gradients are scaled down to it. 0: no clipping."""
+    """Maximum norm of the gradient of the whole model. A larger gradient is scaled down to this norm. 0: no clipping."""
     lr_schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
     """Learning-rate schedule after the warm-up. linear and cosine decay to the end of the run; wsd is constant and decays linearly at the end (wsd_decay_ratio)."""
     warmup_steps: int = 0
@@ -165,16 +165,16 @@ class OptimSettings:
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
     """Scale the learning rate with the effective batch: linear multiplies it by effective batch / lr_scaling_batch, sqrt by the square root of that."""
     lr_scaling_batch: int = 256
-    """Effective batch, in samples, for which learning_rate was chosen; lr_scaling scales relative to it."""
+    """Effective batch, in samples, at which lr_scaling leaves learning_rate unchanged."""
     max_skipped_steps: int = 10
     """Number of consecutive steps with a non-finite loss or gradient that are skipped before the run ends with an error."""
 
 
 def optimizer_presets(optimizer: str) -> dict[str, Any]:
-    """Defaults that follow from the choice of an optimizer."""
+    """Returns the defaults of other settings that depend on the chosen optimizer."""
     if optimizer.lower() == "prodigy":
         return {"learning_rate": 1.0}
-    if optimizer.lower() == "schedule_free_adamw":  # it averages the weights itself and replaces a schedule
+    if optimizer.lower() == "schedule_free_adamw":  # this optimizer averages the weights and needs no schedule
         return {"ema_decay": 0.0, "lr_schedule": "constant"}
     return {}
 
@@ -190,9 +190,9 @@ class DataSettings:
     pin_memory: bool = True
     """Load batches into page-locked host memory, from which copies to the GPU are faster."""
     shuffle: bool = True
-    """Read the dataset in a new random order in every epoch, instead of in its own order."""
+    """Read the dataset in a new random order in every epoch. Otherwise every epoch reads it in index order."""
     max_bad_samples: int = 0
-    """Number of unreadable samples that a run skips before it ends with an error. Each is read twice."""
+    """Number of unreadable samples that a run skips before it ends with an error. A sample counts as unreadable if reading it fails twice."""
 
 
 @dataclass(frozen=True)
@@ -244,7 +244,7 @@ class ObserveSettings:
     log_group_norms: bool = False
     """Also log the gradient norm of each parameter group of the optimizer, as grad_norm/NAME or grad_norm/NUMBER."""
     peak_tflops: float | None = None
-    """Rate of one device in TFLOP/s that counts as 100 % model FLOPs utilization (`mfu`). Default: the data sheet's rate of dense matrix products in the precision of the run, on known GPUs; without a rate, `mfu` is left out."""
+    """Peak rate of one device in TFLOP/s, from which unisono computes the model FLOPs utilization (`mfu`). Default: the data sheet's rate of dense matrix products in the precision of the run. `mfu` is not logged on GPUs whose rate is unknown."""
     tensorboard: bool = True
     """Write TensorBoard files to tb/ in the run folder."""
 

@@ -1,9 +1,9 @@
-"""Formats tracebacks: short for a bug in a recipe, complete for a bug in unisono.
+"""Formats tracebacks: short ones for a bug in a recipe, complete ones for a bug in unisono.
 
-The traceback of a bug in a recipe's loss contains dozens of frames of unisono and torch, which do not help. Users see
-the frames of their own code, unisono's last frame before them, and the frame that raised; the full traceback goes to a
-file. If the innermost frame outside of libraries is unisono's, it is a bug in unisono, and users see the full
-traceback.
+If a recipe's loss raises, the traceback contains dozens of frames of unisono and torch that do not help the user.
+unisono then prints only the frames of the user's code, unisono's last frame before them and the frame that raised, and
+saves the full traceback to a file. If the innermost frame outside of libraries belongs to unisono, the bug is
+unisono's, and the full traceback is printed.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ class Report:
 
 
 def attach(error: BaseException, report: Report) -> None:
-    """Attaches a report to an exception, for the code that prints it."""
+    """Attaches a report to an exception, for the code that prints the exception."""
     setattr(error, _REPORT, report)
 
 
 def report_of(error: BaseException) -> Report | None:
-    """The report that `attach` has attached."""
+    """Returns the report that `attach` attached to the exception, or None."""
     report: Report | None = getattr(error, _REPORT, None)
     return report
 
 
 def owner_of(filename: str) -> Owner:
-    """Who owns the code in a file: the user, unisono or a library."""
+    """Returns who owns the code in a file: the user, unisono or a library."""
     path = os.path.abspath(filename)
     if path.startswith(_HERE):
         return "unisono"
@@ -73,7 +73,7 @@ def is_in_user_code(error: BaseException) -> bool:
 
 
 def location(error: BaseException) -> str:
-    """The file and line of the innermost frame of user code, or of any code if there is no user code."""
+    """Returns the file and line of the innermost frame of user code, or of any code if there is no user code."""
     frames = traceback.extract_tb(error.__traceback__)
     user_frames = [frame for frame in frames if owner_of(frame.filename) == "user"]
     innermost = (user_frames or frames)[-1]
@@ -81,7 +81,7 @@ def location(error: BaseException) -> str:
 
 
 def format_short(error: BaseException) -> str:
-    """The traceback for users: short for a bug in their code, complete for a bug in unisono."""
+    """Returns the traceback to print: short for a bug in the user's code, complete for a bug in unisono."""
     if not is_in_user_code(error):
         return truncate_lines(format_full(error))
     exception = traceback.TracebackException.from_exception(error)
@@ -91,12 +91,12 @@ def format_short(error: BaseException) -> str:
 
 
 def format_full(error: BaseException) -> str:
-    """The traceback as Python prints it."""
+    """Returns the full traceback, as Python prints it."""
     return "".join(traceback.format_exception(error))
 
 
 def prune(error: BaseException) -> None:
-    """Removes the frames that `format_short` omits from the exception itself, before it reaches the caller."""
+    """Removes from the exception itself the frames that `format_short` omits, for callers that print it themselves."""
     seen: set[int] = set()
     current: BaseException | None = error
     in_user_code = is_in_user_code(error)
@@ -113,7 +113,10 @@ def prune(error: BaseException) -> None:
 
 
 def save(error: BaseException, run_folder: Path | None, name: str) -> Path | None:
-    """Writes the full traceback to a file, in the run folder if that contains a run; returns None on failure."""
+    """Writes the full traceback to a file and returns its path, or None if it cannot be written.
+
+    The file is tracebacks/<name>.txt in the run folder, or a temporary file if that folder does not contain a run.
+    """
     text = format_full(error)
     with suppress(OSError):
         if run_folder is not None and (run_folder / "run.json").exists():
@@ -130,7 +133,7 @@ def save(error: BaseException, run_folder: Path | None, name: str) -> Path | Non
 
 
 def save_if_unreported(error: BaseException) -> None:
-    """Saves the full traceback of a bug in user code and records the path, unless another rank has done so."""
+    """Saves the full traceback of a bug in user code and adds the path to the exception, unless it has a report."""
     if report_of(error) is None and isinstance(error, Exception) and is_in_user_code(error):
         path = save(error, None, "")
         if path is not None:
@@ -138,7 +141,7 @@ def save_if_unreported(error: BaseException) -> None:
 
 
 def truncate_lines(text: str, half: int = 50) -> str:
-    """The first and last `half` lines of a text, each shortened."""
+    """Returns the first and last `half` lines of a text, with long lines shortened."""
     lines = [shorten_middle(line, _LONGEST_LINE) for line in text.splitlines()]
     if len(lines) > 2 * half:
         lines = [*lines[:half], f"  … {len(lines) - 2 * half} lines …", *lines[-half:]]
@@ -146,19 +149,19 @@ def truncate_lines(text: str, half: int = 50) -> str:
 
 
 def _frames_to_show(frames: Sequence[Frame], owners: Sequence[Owner]) -> list[Frame]:
-    """The frames of user code, unisono's last frame before them, and the innermost frame."""
+    """Returns the frames of user code, unisono's last frame before these, and the innermost frame."""
     in_user_code = [i for i, owner in enumerate(owners) if owner == "user"]
     if not in_user_code:
         return list(frames)
     ours = [i for i, owner in enumerate(owners) if owner == "unisono" and i < in_user_code[-1]]
     indices = sorted({*in_user_code, *ours[-1:], len(frames) - 1})
-    if len(indices) > _MOST_FRAMES:  # a recursion
+    if len(indices) > _MOST_FRAMES:  # probably a recursion
         indices = indices[:_FIRST_FRAMES] + indices[_FIRST_FRAMES - _MOST_FRAMES :]
     return [frames[i] for i in indices]
 
 
 def _owner_of_entry(entry: TracebackType) -> Owner:
-    """The owner of an entry's code; unisono's torch-function modes count as library code: they only forward calls."""
+    """Returns the owner of an entry's code. unisono's torch-function modes count as a library: they only forward."""
     code = entry.tb_frame.f_code
     if code.co_name in _FORWARDING:
         return "library"
@@ -166,7 +169,7 @@ def _owner_of_entry(entry: TracebackType) -> Owner:
 
 
 def _chain(exception: traceback.TracebackException) -> Iterator[traceback.TracebackException]:
-    """The exception, its cause or context, the cause of that, and so on."""
+    """Yields the exception, its cause or context, the cause of that, and so on."""
     current: traceback.TracebackException | None = exception
     while current is not None:
         yield current

@@ -1,8 +1,8 @@
-"""Paths of a run: absolute for file access, and as the user typed them for messages.
+"""Makes the paths of a run absolute, and remembers how the user typed them.
 
-A recipe may call `os.chdir`, on import or later. So a relative `output_dir` is made absolute once, relative to the
-folder in which the user started the program, before any code of the recipe runs; ranks get the absolute path. Messages
-show paths as the user typed them.
+A recipe may call `os.chdir`, on import or later. unisono therefore makes a relative `output_dir` absolute before any
+code of the recipe runs, relative to the folder in which the user started the program. Ranks receive the absolute path,
+and messages show the path as the user typed it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _typed: dict[str, str] = {}  # absolute path -> the path as the user typed it
 
 
 def note_start_folder() -> None:
-    """Makes the current folder the base of relative paths; called before any code of a recipe runs."""
+    """Makes the current folder the base of relative paths. Call it before any code of a recipe runs."""
     try:
         _start_folder[:] = [os.getcwd()]
     except FileNotFoundError:  # the folder was removed; only relative paths need it
@@ -26,7 +26,7 @@ def note_start_folder() -> None:
 
 
 def absolute(path: str) -> str:
-    """The absolute form of a path; `as_typed` will show it as the user typed it."""
+    """Returns the absolute form of a path, and remembers the typed form for `as_typed`."""
     path = os.path.expanduser(path)
     if os.path.isabs(path):
         return path
@@ -40,26 +40,26 @@ def absolute(path: str) -> str:
 
 
 def as_typed(text: object) -> str:
-    """Replaces absolute paths in a text by the paths as the user typed them."""
+    """Returns a text with each absolute path replaced by the path that the user typed."""
     result = str(text)
     for full, typed in _typed.items():
-        if full in result:  # a whole path, or the beginning of one, but not /runs/a in /runs/a2
+        if full in result:  # replaces /runs/a and the beginning of /runs/a/b, but not that of /runs/a2
             result = re.sub(rf"(?<![\w./-]){re.escape(full)}(?![\w-]|\.\w)", lambda match: typed, result)  # noqa: B023
     return result
 
 
 def for_caller(path: str | os.PathLike[str]) -> str:
-    """A path to return to Python code: as the user typed it, unless the current folder has changed since."""
+    """Returns a path for the user's Python code: as typed, or absolute if the current folder has changed since."""
     full = os.fspath(path)
     typed = _typed.get(full, full)
     return typed if os.path.abspath(typed) == full else full
 
 
 def all_typed() -> Mapping[str, str]:
-    """All paths with their typed form, for `adopt_typed` in another process of the run."""
+    """Returns all absolute paths with their typed forms, for `adopt_typed` in another process of the run."""
     return dict(_typed)
 
 
 def adopt_typed(typed: Mapping[str, str]) -> None:
-    """Adopts the result of `all_typed` in the process that started this one."""
+    """Adds the result of `all_typed` from the process that started this one."""
     _typed.update(typed)

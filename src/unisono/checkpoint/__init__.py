@@ -1,1 +1,1 @@
-"""Saves, finds and loads checkpoints: tensors and JSON to a committed folder and back, on any number of ranks."""
+"""Saves, finds and loads checkpoints: folders of tensors and JSON that any number of ranks can write and read."""

@@ -1,7 +1,7 @@
-"""Runs a function on every rank, with the same outcome on all of them.
+"""Runs a function on every rank, and makes all ranks raise if it fails on one of them.
 
-If one rank raised alone, the others would wait for it forever. So a rank that fails still joins the exchange, with its
-error message, and all ranks raise the same exception.
+If one rank raised alone, the others would wait for it forever in the next collective. So a rank that fails still joins
+the exchange of results, with its error message, and all ranks raise the same exception.
 """
 
 from __future__ import annotations
@@ -42,5 +42,5 @@ def on_all_ranks(work: Callable[[], T], *, world: int, group: dist.ProcessGroup 
 
 
 def describe_failure(error: BaseException) -> str:
-    """An exception in one line, without its class if the message is enough."""
+    """Describes an exception in one line, without its class if the message is enough."""
     return describe_exception(error, bare=(OSError, RanksFailed, UnisonoError))

@@ -1,7 +1,7 @@
-"""Checkpoints that are set aside: renamed so that no run loads them, and never deleted, because a user may want them.
+"""Sets checkpoints aside: renames them, so that no run loads them. unisono never deletes them, as users may want them.
 
-`step_….bad-1` is damaged, `step_….other-1` belongs to another run, and `step_….later-1` to a branch that the run
-abandoned when it went back to an earlier step.
+A checkpoint with the suffix `.bad-1` is damaged, one with `.other-1` belongs to another run, and one with `.later-1` to
+a branch that the run abandoned when it went back to an earlier step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ASIDE = re.compile(r"step_\d{8,}\.(bad|other|later)-\d+")
 def set_aside(path: Path, reason: str | None) -> Path:
     """Renames a checkpoint and returns its new path.
 
-    `reason`: why it cannot be used; None if it belongs to an abandoned branch.
+    `reason` says why the checkpoint cannot be used; None means that it belongs to an abandoned branch.
     """
     kind = "later" if reason is None else "other" if reason.startswith(OF_ANOTHER_RUN) else "bad"
     number = 1
@@ -36,9 +36,9 @@ def set_aside(path: Path, reason: str | None) -> Path:
 def set_aside_after(
     folder: Path, step: int, identity: Mapping[str, Any], unusable: Mapping[Path, str]
 ) -> list[tuple[Path, str]]:
-    """Sets aside every checkpoint later than `step`, where the run has resumed; returns (new path, reason) pairs.
+    """Sets aside every checkpoint later than `step`, from which the run has resumed; returns (new path, reason) pairs.
 
-    `unusable`: reasons found by an earlier search. The contents of other checkpoints are not read again.
+    `unusable` contains the reasons that an earlier search found, by checkpoint. This function hashes no files.
     """
     moved = []
     for number, path in list_steps(folder):
@@ -49,14 +49,15 @@ def set_aside_after(
             aside = set_aside(path, reason)
         except OSError as error:  # otherwise the run would resume from it next time
             raise CheckpointError(
-                f"{path} cannot be set aside ({error.strerror}); move it away: the run has resumed from step {step}"
+                f"{path} cannot be set aside ({error.strerror}); move it to another folder, because the run has "
+                f"resumed from step {step}"
             ) from None
         moved.append((aside, reason or f"the run went back to step {step}"))
     return moved
 
 
 def remark_on_asides(folder: Path) -> str | None:
-    """How many checkpoints in a folder are set aside, their size, and how to remove them; None if there are none."""
+    """Describes the checkpoints that are set aside in a folder, and how to remove them; None if there are none."""
     try:
         names = os.listdir(folder)
     except OSError:
@@ -68,7 +69,7 @@ def remark_on_asides(folder: Path) -> str | None:
     quoted = shlex.quote(str(folder))
     patterns = " ".join(f"{quoted}/step_[0-9]*.{kind}-[0-9]*" for kind in sorted({match[1] for match in matches}))
     count = "1 checkpoint that was" if len(matches) == 1 else f"{len(matches)} checkpoints that were"
-    return f"{folder} holds {count} set aside ({format_bytes(size)}), which no run deletes; to remove: rm -r {patterns}"
+    return f"{folder} has {count} set aside ({format_bytes(size)}); no run deletes these; to remove: rm -r {patterns}"
 
 
 def _size(path: Path) -> int:

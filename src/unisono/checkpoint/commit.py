@@ -1,7 +1,7 @@
-"""Turns the files of a save into a checkpoint: staging folder, check, manifest, rename, pruning.
+"""Turns the files of a save into a checkpoint.
 
-Every save writes to its own staging folder. Once all ranks have written and checked their files, the manifest is
-written last and the folder is renamed, so a checkpoint appears complete or not at all. Only then are old ones deleted.
+Every save writes to its own staging folder. Once all ranks have written and checked their files, rank 0 writes the
+manifest and renames the folder, so a checkpoint appears complete or not at all. Only then are old checkpoints deleted.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ BEST = "best.json"
 
 
 def check_usable(folder: Path) -> None:
-    """Raises UserError if checkpoints cannot be written to `folder`, before a run begins; leaves nothing behind."""
+    """Raises UserError if checkpoints cannot be written to `folder`. Called before a run begins; leaves no file."""
     if not os.path.lexists(folder):
-        return  # checked when the run folder is created
+        return  # creating the run folder will show whether it can be written
     if not folder.is_dir():
         kind = "a broken link" if folder.is_symlink() and not folder.exists() else "not a folder"
-        raise UserError(f"{folder} is {kind}, so no checkpoint can be saved; move it away, or use another output_dir")
+        raise UserError(f"{folder} is {kind}, so no checkpoint can be saved; remove it, or use another output_dir")
     try:
-        # os.access returns True for root, on a read-only mount and on a full disk, so try to write.
+        # Writes a file, because os.access returns True for root, on a read-only mount and on a full disk.
         with tempfile.TemporaryDirectory(prefix=".probe-", dir=folder) as probe:
             Path(probe, MANIFEST).write_bytes(b"{}")
     except OSError as error:
@@ -53,7 +53,7 @@ def check_usable(folder: Path) -> None:
 
 
 def begin(folder: Path, step: int) -> Path:
-    """Creates the staging folder of one save, under a name that no earlier save has used."""
+    """Creates the staging folder of a save in `folder`, under a name that no earlier save has used."""
     folder.mkdir(parents=True, exist_ok=True)
     staging = folder / f".staging-{step_folder(step)}-{secrets.token_hex(4)}"
     staging.mkdir()
@@ -61,7 +61,7 @@ def begin(folder: Path, step: int) -> Path:
 
 
 def check_shard(file: Path) -> dict[str, FileEntry]:
-    """Syncs a new shard to disk, reads it back and hashes it; returns {} if this rank had nothing to write."""
+    """Flushes a new shard to disk, reads it back and returns its size and hash by name; {} if there is no shard."""
     if not file.exists():
         return {}
     entry = hash_file(file, sync=True)
@@ -79,12 +79,13 @@ def commit(
     shards: Mapping[str, FileEntry],
     replaces: bool = False,
 ) -> Path:
-    """Turns a staging folder with checked shards into the checkpoint of its step, and returns its path.
+    """Turns a staging folder with checked shards into the checkpoint of its step, and returns the checkpoint's path.
 
-    `replaces`: a complete checkpoint of the same run and step is deleted once this one is in place, instead of kept.
+    If this run already has a complete checkpoint of the step, it is kept and the staging folder is deleted; with
+    `replaces`, the new checkpoint replaces it.
     """
     for name, entry in shards.items():
-        # The other ranks have checked these files; this detects a folder that is not shared by all machines.
+        # The other ranks have checked these files. A different size here means that the machines do not share a folder.
         if (staging / name).stat().st_size != entry.bytes:
             raise OSError(f"{staging / name} differs from what its rank wrote; is the folder on a shared file system?")
     (staging / STATE).write_text(extra, encoding="utf-8")
@@ -112,7 +113,7 @@ def prune(
 ) -> None:
     """Deletes all but the `keep_last` newest checkpoints, the best one, `committed`, and those of steps in `also_keep`.
 
-    Counts and deletes only complete checkpoints of this run, and never deletes one to which a user has added files.
+    Only complete checkpoints of this run are counted and deleted. One to which a user has added files is not deleted.
     """
     if keep_last <= 0:
         return
@@ -132,7 +133,7 @@ def _has_only_our_files(checkpoint: Path) -> bool:
 
 
 def discard(path: Path) -> None:
-    """Deletes a folder that a save created; renames it first, so that an interrupted deletion leaves no valid name."""
+    """Deletes a folder that a save created. Renames it first, so that a half-deleted folder has no valid name."""
     trash = path
     if not path.name.startswith("."):
         trash = path.with_name(f".trash-{path.name}-{secrets.token_hex(4)}")
@@ -147,7 +148,7 @@ def write_best(folder: Path, *, step: int, metric: str, value: float) -> None:
 
 
 def read_best(folder: Path) -> dict[str, Any] | None:
-    """The best checkpoint so far as {step, metric, value}; None if there is none."""
+    """Returns the best checkpoint so far as {step, metric, value}; None if there is none."""
     try:
         best = plain_files.read_json(folder / BEST)
         return {"step": int(best["step"]), "metric": str(best["metric"]), "value": float(best["value"])}

@@ -1,4 +1,4 @@
-"""Which tensors a checkpoint holds, and which part of each is in which shard file, from the headers of the files."""
+"""Reads from the headers of shard files which tensors a checkpoint contains, and where the parts of each tensor are."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a tensor: the file that holds it, its offsets in the tensor, and its size."""
+    """A part of a tensor: the file that contains it, its offsets in the tensor, and its size."""
 
     file: TensorFile
     offsets: tuple[int, ...]
@@ -31,7 +31,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Contents:
-    """The tensors of a checkpoint: the pieces of each, and (whole shape, dtype)."""
+    """The tensors of a checkpoint, by name: the pieces of each tensor, its whole shape and its dtype."""
 
     path: Path
     pieces: Mapping[str, list[Piece]]
@@ -39,7 +39,7 @@ class Contents:
 
 
 def read_header(shard: Path) -> TensorFile:
-    """The header of a shard; CheckpointError if it is damaged."""
+    """Reads the header of a shard; raises CheckpointError if it is damaged."""
     try:
         return TensorFile(shard)
     except (OSError, BadTensorFile) as error:
@@ -47,7 +47,10 @@ def read_header(shard: Path) -> TensorFile:
 
 
 def contents_of(path: Path, shards: Iterable[TensorFile] | None = None) -> Contents:
-    """What a checkpoint holds; CheckpointError if it is damaged. Reads the headers that are not passed as `shards`."""
+    """Returns the contents of a checkpoint; raises CheckpointError if it is damaged.
+
+    `shards` are the headers of all shard files; without them, this function reads the headers.
+    """
     if shards is None:
         shards = [read_header(shard) for shard in sorted(path.glob(f"*{SHARD_SUFFIX}"))]
     pieces = _pieces_in(shards)
@@ -60,12 +63,14 @@ def contents_of(path: Path, shards: Iterable[TensorFile] | None = None) -> Conte
         shapes[name] = shape, dtypes.pop()
         # Without this check, the reader would silently leave missing elements unchanged.
         if not _cover(parts, shape):
-            raise CheckpointError(f"{path} holds only a part of {name!r}; a shard is missing: use another checkpoint")
+            raise CheckpointError(
+                f"{path} contains only a part of {name!r}, because a shard is missing; use another checkpoint"
+            )
     return Contents(path, pieces, shapes)
 
 
 def describe(path: Path) -> Shapes:
-    """Name -> (whole shape, dtype) of every tensor in a checkpoint, from the headers of its files."""
+    """Returns (whole shape, dtype) of every tensor in a checkpoint, by name, from the headers of its files."""
     return contents_of(path).shapes
 
 
@@ -92,13 +97,13 @@ def _unreadable(shard: Path, error: Exception) -> CheckpointError:
 
 
 def whole_shape(pieces: Sequence[Piece]) -> tuple[int, ...]:
-    """The shape of the tensor that consists of these pieces."""
+    """Returns the shape of the tensor that consists of these pieces."""
     ends = [[a + b for a, b in zip(piece.offsets, piece.sizes, strict=True)] for piece in pieces]
     return tuple(max(dimension) for dimension in zip(*ends, strict=True))
 
 
 def _offsets_in(file: TensorFile) -> dict[str, tuple[int, ...]]:
-    """The offsets of each part in its tensor; empty for a file that holds whole tensors."""
+    """Returns the offsets of each part in its tensor, by tensor name; empty for a file that contains whole tensors."""
     text = file.metadata.get(SHARDING_INFO)
     if text is None:
         return {}
@@ -121,7 +126,7 @@ def _cover(pieces: Sequence[Piece], shape: Sequence[int]) -> bool:
     """Whether the pieces cover each element of the shape exactly once."""
     if sum(math.prod(piece.sizes) for piece in pieces) != math.prod(shape):
         return False
-    # Together they have as many elements as the whole, so there is a gap only if two of them overlap.
+    # Together the pieces have as many elements as the whole, so there is a gap only if two of them overlap.
     full = sorted((piece for piece in pieces if math.prod(piece.sizes)), key=lambda piece: piece.offsets)
     if all(tuple(piece.sizes[1:]) == tuple(shape[1:]) for piece in full):  # split by rows, as fsdp does
         return all(one.offsets[0] + one.sizes[0] == two.offsets[0] for one, two in pairwise(full))

@@ -1,8 +1,8 @@
-"""Examines the files of a checkpoint, each on one rank: hashes all of them and reads the headers of shards.
+"""Examines the files of a checkpoint: hashes all of them, and reads the headers of the shards.
 
-Hashing reads every byte, which takes minutes for a large checkpoint, so the ranks share it by bytes. They exchange what
-they found. Afterwards every rank knows whether the checkpoint is damaged and where each tensor is, although it has
-opened only its share of the files.
+Hashing reads every byte, which takes minutes for a large checkpoint. So each rank examines a share of the files, with
+about the same number of bytes, and the ranks exchange their findings. Afterwards every rank knows whether the
+checkpoint is damaged and where each tensor is.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from unisono.checkpoint.tensor_file import TensorFile
 
 @dataclass(frozen=True)
 class _Finding:
-    """What a rank found out about a file."""
+    """The result of examining one file."""
 
-    damage: str | None = None  # why its bytes are not those that were saved
-    header: TensorFile | None = None  # of a shard
-    bad_header: str | None = None  # why the header cannot be used, although the bytes are right
+    damage: str | None = None  # reason if the file is not the one that was saved
+    header: TensorFile | None = None  # header, if the file is a shard
+    bad_header: str | None = None  # reason if the header cannot be used, although the hash is right
 
 
 class Examination:
-    """Examines checkpoints on all ranks together; without arguments, on this process alone."""
+    """Examines checkpoints on all ranks together, or, without arguments, in this process alone."""
 
     def __init__(
         self, rank: int = 0, world: int = 1, all_gather: Callable[[Any], list[Any]] = lambda value: [value]
@@ -39,7 +39,7 @@ class Examination:
         self._findings: dict[Path, dict[str, _Finding]] = {}  # of undamaged checkpoints
 
     def damage(self, path: Path, files: Mapping[str, FileEntry]) -> str | None:
-        """Why a file of the checkpoint is not the one that was saved, or None. All ranks call it together."""
+        """Returns why the checkpoint is damaged, or None if its files are as saved. All ranks must call it."""
         mine = share_of_files(files, self._rank, self._world)
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashlib releases the GIL
             findings = dict(zip(mine, pool.map(lambda name: _examine(path / name, files[name]), mine), strict=True))
@@ -51,9 +51,9 @@ class Examination:
         return reason
 
     def contents(self, path: Path) -> Contents:
-        """What a checkpoint holds that `damage` found undamaged; CheckpointError if its headers contradict each other.
+        """Returns the contents of a checkpoint for which `damage` returned None, without opening a file.
 
-        No rank opens a file for it.
+        Raises CheckpointError if the headers of its shards contradict each other.
         """
         findings = [self._findings[path][name] for name in sorted(self._findings[path])]
         for finding in findings:
@@ -63,7 +63,10 @@ class Examination:
 
 
 def share_of_files(files: Mapping[str, FileEntry], rank: int, world: int) -> list[str]:
-    """The files that a rank examines: about as many bytes as the others, and shard r of as many shards as ranks."""
+    """Returns the files that `rank` examines, about as many bytes as every other rank.
+
+    If there are as many shards of the same size as ranks, each rank gets the shard with its own number.
+    """
     total, before, mine = sum(entry.bytes for entry in files.values()), 0, []
     for name, entry in files.items():
         middle = before + entry.bytes / 2

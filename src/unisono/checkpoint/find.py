@@ -1,7 +1,7 @@
 """Finds the checkpoint to resume from.
 
-Only a folder whose files match its manifest counts. The search goes from the newest step to the oldest and returns what
-it skipped, with the reasons. Folders that an interrupted save left behind are never loaded.
+Only a folder whose files match its manifest is a valid checkpoint. The search goes from the newest step to the oldest
+and also returns the folders that it skipped, with the reasons. Folders of an interrupted save are never loaded.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from unisono.checkpoint.manifest import (
 
 LEFTOVER_PREFIXES = (".staging-", ".trash-")
 OF_ANOTHER_RUN = "manifest of another run"
-"""Prefix of the reason why a complete checkpoint of another run is not used."""
+"""Prefix of the reason for rejecting a complete checkpoint that belongs to another run."""
 _STEP = re.compile(r"step_(\d{8,})")
 _LEFTOVER = re.compile(r"\.(?:staging|trash)-step_(\d{8,})-[0-9a-f]+")
 
 
 def step_folder(step: int) -> str:
-    """The name of a checkpoint's folder."""
+    """Returns the name of a checkpoint's folder."""
     return f"step_{step:08d}"
 
 
 def is_step(text: str) -> bool:
-    """Whether a text is a step number: plain digits (`²` is a digit too), and not so many that int() rejects them."""
+    """Whether a text is a step number: at most 18 of the digits 0 to 9. str.isdigit would also accept `²`."""
     return re.fullmatch("[0-9]{1,18}", text) is not None
 
 
 def list_steps(folder: Path) -> list[tuple[int, Path]]:
-    """All paths in a folder that are named like a checkpoint, valid or not, oldest step first."""
+    """Returns all paths in a folder that are named like a checkpoint, valid or not, oldest step first."""
     if not folder.is_dir():
         return []
     matches = [(_STEP.fullmatch(path.name), path) for path in folder.iterdir()]
@@ -49,24 +49,24 @@ def list_steps(folder: Path) -> list[tuple[int, Path]]:
 
 
 def leftovers(folder: Path) -> list[Path]:
-    """Folders that interrupted saves and deletions left behind."""
+    """Returns folders that interrupted saves and deletions left behind."""
     if not folder.is_dir():
         return []
     return sorted(path for path in folder.iterdir() if path.name.startswith(LEFTOVER_PREFIXES) and path.is_dir())
 
 
 def leftovers_until(step: int, paths: Iterable[Path]) -> list[Path]:
-    """The leftovers of `step` and of earlier steps."""
+    """Returns those of the leftover folders `paths` that belong to `step` or an earlier step."""
     matches = [(_LEFTOVER.fullmatch(path.name), path) for path in paths]
     return [path for match, path in matches if match and int(match.group(1)) <= step]
 
 
 Damage = Callable[[Path, Mapping[str, FileEntry]], str | None]
-"""Why one of the files in a checkpoint's folder is not the one that was saved; None if all of them are."""
+"""A function that returns why a file in a checkpoint's folder is not the one that was saved, or None if all are."""
 
 
 def hash_all(path: Path, files: Mapping[str, FileEntry]) -> str | None:
-    """Hashes the files of a checkpoint in this process; the reason names the first that differs."""
+    """Hashes the files of a checkpoint in this process; returns a reason that names the first damaged file, or None."""
     # hashlib releases the GIL, so threads hash several shards at once.
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         reasons = pool.map(lambda name: why_damaged(path / name, files[name]), files)
@@ -74,7 +74,7 @@ def hash_all(path: Path, files: Mapping[str, FileEntry]) -> str | None:
 
 
 def why_damaged(file: Path, entry: FileEntry) -> str | None:
-    """Why a file is not the one that was saved; None if it is. Reads all of it."""
+    """Reads a whole file and returns why it is not the one that was saved, or None if it is."""
     try:
         return None if hash_file(file) == entry else f"the hash of {file.name} differs from the manifest's"
     except OSError as error:
@@ -84,10 +84,10 @@ def why_damaged(file: Path, entry: FileEntry) -> str | None:
 def validate(
     path: Path, *, deep: bool = True, identity: Mapping[str, Any] | None = None, damage: Damage = hash_all
 ) -> str | None:
-    """Why a checkpoint must not be loaded, or None if it is complete; `deep` reads and hashes all of its files.
+    """Returns why a checkpoint must not be loaded, or None if it is complete.
 
-    With `identity`, it must belong to the same recipe and, if both name one, to the same run. `damage` does the
-    hashing.
+    If `deep` is set, `damage` also reads and hashes all of its files. If `identity` is given, the checkpoint must
+    belong to the same recipe and, if both identities name a run, to the same run.
     """
     if not path.is_dir():
         return "not a folder" if os.path.lexists(path) else "no such folder"
@@ -95,7 +95,7 @@ def validate(
         manifest = read_manifest(path)
     except CheckpointError as error:
         return str(error)
-    # A copy may have any name except that of another step: a run would then skip or repeat samples.
+    # A copy may have any name except that of another step, with which a run would skip or repeat samples.
     if _STEP.fullmatch(path.name) and path.name != step_folder(manifest.step):
         return f"its manifest says step {manifest.step}"
     if identity is not None and (reason := _of_another_run(manifest.identity, identity)) is not None:
@@ -105,7 +105,7 @@ def validate(
     for name, entry in manifest.files.items():
         if (reason := _check_size(path / name, entry)) is not None:
             return reason
-    # The reader loads every shard in the folder: one that does not belong there would overwrite good tensors.
+    # The reader loads every shard in the folder, and a shard that does not belong there would overwrite good tensors.
     try:
         names = os.listdir(path)
     except OSError as error:  # for instance because its run has just deleted it
@@ -123,9 +123,10 @@ def newest_valid(
     before: int | None = None,
     damage: Damage = hash_all,
 ) -> tuple[Path | None, list[tuple[Path, str]]]:
-    """The newest complete checkpoint of this run, and (path, reason) of everything skipped before it.
+    """Returns the newest complete checkpoint of this run, and (path, reason) of every folder skipped before it.
 
-    `why_unusable` may reject a complete checkpoint with a reason; only steps before `before` are considered.
+    `why_unusable` may reject a complete checkpoint by returning a reason. If `before` is given, only earlier steps are
+    considered. `damage` hashes the files.
     """
     skipped = [(path, "left behind by an interrupted save") for path in leftovers(folder)]
     for step, path in reversed(list_steps(folder)):
@@ -139,18 +140,18 @@ def newest_valid(
 
 
 def read_extra(path: Path) -> dict[str, Any]:
-    """The state besides tensors (counters, the optimizer's scalars, …) that `Saver.save` stored."""
+    """Returns the state other than tensors (counters, the optimizer's scalars, …) that `Saver.save` stored."""
     extra = read_json(path / STATE)
     if not isinstance(extra, dict):
-        raise CheckpointError(f"{STATE} does not hold an object")
+        raise CheckpointError(f"{STATE} does not contain a JSON object")
     return extra
 
 
-def _of_another_run(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str | None:
-    if theirs.get("recipe") != ours.get("recipe"):
-        return f"recipe {theirs.get('recipe')}, not {ours.get('recipe')}"
-    run, our_run = theirs.get("run"), ours.get("run")
-    if run is not None and our_run is not None and run != our_run:  # older versions did not store it
+def _of_another_run(stored: Mapping[str, Any], ours: Mapping[str, Any]) -> str | None:
+    if stored.get("recipe") != ours.get("recipe"):
+        return f"recipe {stored.get('recipe')}, not {ours.get('recipe')}"
+    run, our_run = stored.get("run"), ours.get("run")
+    if run is not None and our_run is not None and run != our_run:  # older versions of unisono did not store the run
         return f"run {run}, not {our_run}"
     return None
 

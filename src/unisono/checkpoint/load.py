@@ -1,7 +1,7 @@
 """Loads a checkpoint into existing tensors, on any number of ranks.
 
-Every rank reads the slices it needs from the shard files, whichever rank wrote them. Names, shapes and dtypes are
-compared first, from the file headers alone, so a checkpoint that does not match is rejected before anything changes.
+Every rank reads the slices it needs from the shard files, whichever rank wrote them. Before that, it compares the
+names, shapes and dtypes in the file headers, so a checkpoint that does not match is rejected before any tensor changes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from unisono.checkpoint.manifest import CheckpointError
 from unisono.checkpoint.pieces import ShardReader
 from unisono.checkpoint.snapshot import shapes_of
 
-# torch warns that there is no process group. This is intended: each rank reads on its own, and so does a single writer.
+# torch warns if there is no process group. Here each rank intentionally reads on its own, without one.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized, assuming")
 
 
@@ -37,10 +37,10 @@ def load(
     unused: Collection[str] = (),
     contents: Contents | None = None,
 ) -> None:
-    """Fills `tensors` in place from a checkpoint that any number of ranks saved; names must match.
+    """Fills `tensors` in place from a checkpoint that any number of ranks saved; the names must match.
 
-    `unused`: names of tensors that the checkpoint may also contain. `contents`: what an examination of the checkpoint
-    found; a rank then opens only the files that it needs. Every rank calls it; if one fails, all raise CheckpointError.
+    `unused` names tensors that the checkpoint may also contain. With `contents`, from an examination of the checkpoint,
+    a rank opens only the files that it needs. Every rank must call it; if one fails, all raise CheckpointError.
     """
     try:
         on_all_ranks(lambda: _check_and_fill(path, contents, tensors, unused), world=world, group=group)
@@ -49,7 +49,7 @@ def load(
 
 
 def load_whole(path: Path, prefix: str) -> dict[str, torch.Tensor]:
-    """The whole tensors whose names start with `prefix` ("model.", "ema."), on the CPU, by name without the prefix."""
+    """Loads whole tensors to the CPU, by name without `prefix` ("model.", "ema."); skips names without this prefix."""
     if (reason := validate(path, deep=False)) is not None:
         raise CheckpointError(f"{path} cannot be loaded: {reason}")
     contents = contents_of(path)
@@ -83,20 +83,20 @@ def _check_and_fill(
     fill(contents, tensors)
 
 
-def difference(saved: Shapes, wanted: Shapes) -> str | None:
-    """Why the saved tensors cannot be loaded into the `wanted` ones; None if they can."""
-    missing, unexpected = sorted(wanted.keys() - saved.keys()), sorted(saved.keys() - wanted.keys())
-    other = sorted(name for name in saved.keys() & wanted.keys() if saved[name] != wanted[name])
+def difference(saved: Shapes, current: Shapes) -> str | None:
+    """Returns why the saved tensors cannot be loaded into the run's current tensors, or None if they can."""
+    missing, unexpected = sorted(current.keys() - saved.keys()), sorted(saved.keys() - current.keys())
+    different = sorted(name for name in saved.keys() & current.keys() if saved[name] != current[name])
     problems = []
     if missing:
         problems.append(f"it lacks {_first(missing)}")
     if unexpected:
-        problems.append(f"it also holds {_first(unexpected)}")
-    if other:
-        (shape, dtype), (shape_here, dtype_here) = saved[other[0]], wanted[other[0]]
+        problems.append(f"it also contains {_first(unexpected)}")
+    if different:
+        (shape, dtype), (shape_here, dtype_here) = saved[different[0]], current[different[0]]
         was, now = (f"{list(shape)}", f"{list(shape_here)}") if shape != shape_here else (f"{dtype}", f"{dtype_here}")
-        more = f" ({len(other) - 1} more differ)" if len(other) > 1 else ""
-        problems.append(f"{other[0]!r} is {was} in the checkpoint and {now} in this run{more}")
+        more = f" ({len(different) - 1} more differ)" if len(different) > 1 else ""
+        problems.append(f"{different[0]!r} is {was} in the checkpoint and {now} in this run{more}")
     if not problems:
         return None
     return f"it does not match this run: {'; '.join(problems)}; use the settings it was saved with"

@@ -1,7 +1,7 @@
-"""The manifest of a checkpoint: the list of its files, each with size and SHA-256, and a checksum of the list itself.
+"""The manifest of a checkpoint lists its files, each with size and SHA-256, and contains a checksum of the list.
 
-It is written last, so a folder without one is not a checkpoint, and a single flipped bit anywhere in the folder is
-detected before anything is loaded.
+The manifest is written last, so a folder without a manifest is not a checkpoint. A single flipped bit in any of the
+files is detected before anything is loaded.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MANIFEST = "manifest.json"
 STATE = "state.json"
 SHARD_SUFFIX = ".safetensors"
 _BLOCK = 4 * 1024 * 1024
-# A manifest is untrusted: it must not make us open files outside its folder.
+# A manifest is not trusted: it must not make unisono open files outside its folder.
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 
 
@@ -41,7 +41,7 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The step of a checkpoint, the run it belongs to, and its files."""
+    """The step of a checkpoint, the number of ranks that saved it, the run it belongs to, and its files."""
 
     step: int
     world: int
@@ -54,7 +54,7 @@ class Manifest:
         return sum(entry.bytes for entry in self.files.values())
 
     def to_json(self) -> dict[str, Any]:
-        """The content of the file, with its checksum."""
+        """Returns the content of manifest.json, with its checksum."""
         body: dict[str, Any] = {
             "format": FORMAT,
             "step": self.step,
@@ -66,12 +66,12 @@ class Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Reads and checks the manifest of a checkpoint; CheckpointError if it cannot be trusted."""
+    """Reads and checks the manifest of a checkpoint; raises CheckpointError if it is damaged or invalid."""
     data = read_json(folder / MANIFEST)
     try:
         body = {key: value for key, value in data.items() if key != "sha256"}
         if body["format"] != FORMAT:
-            raise CheckpointError(f"{MANIFEST} has format {body['format']!r}, but this unisono version reads {FORMAT}")
+            raise CheckpointError(f"{MANIFEST} has format {body['format']!r}; this version of unisono reads {FORMAT}")
         if data["sha256"] != _checksum(body):
             raise CheckpointError(f"{MANIFEST} is damaged (wrong checksum)")
         files = {name: FileEntry(int(entry["bytes"]), str(entry["sha256"])) for name, entry in body["files"].items()}
@@ -85,7 +85,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def read_json(file: Path) -> Any:
-    """Parses a JSON file of a checkpoint; CheckpointError if it cannot be read."""
+    """Parses a JSON file of a checkpoint; raises CheckpointError if it cannot be read."""
     try:
         if file.is_symlink() or (file.exists() and not file.is_file()):
             raise CheckpointError(f"{file.name} is not a regular file")
@@ -97,7 +97,7 @@ def read_json(file: Path) -> Any:
 
 
 def hash_file(path: Path, *, sync: bool = False) -> FileEntry:
-    """Size and SHA-256 of a file; `sync` first flushes it to permanent storage."""
+    """Returns the size and SHA-256 of a file. With `sync`, first flushes the file to permanent storage."""
     digest, size, block = hashlib.sha256(), 0, bytearray(_BLOCK)
     with path.open("rb", buffering=0) as file:
         if sync:

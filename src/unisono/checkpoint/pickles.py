@@ -1,4 +1,4 @@
-"""Weights in pickle files (.pt, .pth, .bin, .ckpt): unisono never opens them, but shows how to convert them."""
+"""Recognizes pickle files with weights (.pt, .pth, .bin, .ckpt). unisono does not open them, but helps to convert."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def is_pickle(path: Path) -> bool:
 
 
 def how_to_convert(file: Path) -> str:
-    """Why a pickle is not opened, and a command that converts it to safetensors."""
+    """Returns why a pickle is not opened, and a command that converts it to safetensors."""
     program = (
         "import sys, torch, safetensors.torch as s; "
         "d = torch.load(sys.argv[1], map_location='cpu', weights_only=True); "
@@ -23,6 +23,6 @@ def how_to_convert(file: Path) -> str:
     )
     new = file.with_suffix(".safetensors")
     return (
-        f"{file} is a pickle, which unisono does not open because that can run code; convert it: "
+        f"{file} is a pickle, which unisono does not open because it can run code; convert it with: "
         f'python -c "{program}" {shlex.quote(str(file))} {shlex.quote(str(new))}'
     )

@@ -1,6 +1,6 @@
-"""A reader of the parts of tensors in shard files for PyTorch's load planner.
+"""Reads parts of tensors from shard files, for PyTorch's load planner.
 
-It opens only the files that hold something of what this rank loads.
+The reader opens only the files that contain a part of a tensor that this rank loads.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _BYTES_AT_ONCE = 8 * 2**20
 
 
 class ShardReader(HuggingFaceStorageReader):
-    """PyTorch's safetensors reader, but with checked headers, and without mapping files into memory."""
+    """PyTorch's safetensors reader, changed to use headers that were checked, and not to map files into memory."""
 
     def __init__(self, contents: Contents) -> None:
         super().__init__(str(contents.path))
         self._pieces = contents.pieces
 
     def read_metadata(self) -> Metadata:
-        """The contents of the checkpoint, for the planner."""
+        """Returns the contents of the checkpoint in the form that the planner expects."""
         tensors: dict[str, Any] = {}
         files: dict[MetadataIndex, TensorFile] = {}
         for name, pieces in self._pieces.items():
@@ -66,7 +66,7 @@ class ShardReader(HuggingFaceStorageReader):
 
 
 def _read_into(target: torch.Tensor, source: TensorFile, file: FileIO, item: ReadItem) -> None:
-    """Copies a part of a tensor to its place, some rows at a time: host memory need not hold more than that."""
+    """Copies a part of a tensor into `target`, a few rows at a time to save host memory."""
     name, offsets, lengths = item.storage_index.fqn, item.storage_offsets, item.lengths
     if not offsets:
         target.copy_(source.tensor(name, file))

@@ -1,8 +1,8 @@
 """Saves checkpoints without stopping training.
 
-`Saver.save` copies what this rank has to write to host memory and returns. A thread of each rank then writes its shards
-with PyTorch's distributed checkpoint and reads them back, and rank 0 commits once every rank has reported success. The
-threads use their own process group, so their collectives never mix with those of a training step.
+`Saver.save` copies this rank's part of the state to host memory and returns. A thread of each rank then writes its
+shard with PyTorch's distributed checkpoint and reads it back, and rank 0 commits once every rank has reported success.
+The threads use their own process group, so their collectives never mix with those of a training step.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class SaveResult:
-    """How a save ended. If both path and error are set, the checkpoint is on disk, but the clean-up after it failed."""
+    """How a save ended. If both path and error are set, the checkpoint is complete, but cleaning up failed."""
 
     step: int
-    path: Path | None  # of the complete checkpoint
+    path: Path | None  # path of the complete checkpoint
     seconds: float
     bytes: int
     error: str | None = None
@@ -56,17 +56,17 @@ class _Attempt:
     """The input of one save, which does not change while training continues."""
 
     step: int
-    parts: dict[str, torch.Tensor]  # what this rank writes
+    parts: dict[str, torch.Tensor]  # the tensors that this rank writes, whole or in part
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]]
     fingerprint: str
     extra: str
     best: Best | None
-    error: str | None  # that the copy to host memory raised
+    error: str | None  # error of the copy to host memory
     started: float
 
 
 class Saver:
-    """Saves checkpoints of a run to one folder in the background; every rank creates one."""
+    """Saves checkpoints of a run to one folder, in the background. Every rank creates a Saver."""
 
     def __init__(
         self,
@@ -81,18 +81,18 @@ class Saver:
         injector: Injector | None = None,
         replaces: bool = False,
     ) -> None:
-        """`group`: a gloo group of all ranks for saves only, None for one rank; `identity` names the run.
+        """`group` is a gloo group of all ranks that only saves use; None for a single rank. `identity` names the run.
 
-        `replaces`: write a step again even if the folder already holds this run's checkpoint of it.
+        With `replaces`, a save replaces this run's existing checkpoint of the same step instead of keeping it.
         """
         if (group is None) != (world == 1):
-            raise ValueError(f"{world} ranks need {'no' if world == 1 else 'a'} process group of their own")
+            raise ValueError(f"a Saver for {world} ranks needs {'no' if world == 1 else 'a'} process group")
         self._folder = folder
         self._rank, self._world, self._group = rank, world, group
         self._keep_last, self._asynchronous, self._identity = keep_last, asynchronous, dict(identity)
         self._injector, self._replaces = injector or Injector(), replaces
         self._snapshot = Snapshot(rank, world)
-        # Only what exists before our first save: later leftovers could belong to a run that is still alive.
+        # Lists leftovers before this run's first save, because later ones could belong to a run that is still alive.
         self._leftovers = leftovers(folder) if rank == 0 else []
         self._unmarked: tuple[int, Best] | None = None  # the best checkpoint, while best.json could not be written
         self._thread: threading.Thread | None = None
@@ -106,19 +106,22 @@ class Saver:
 
     @property
     def is_warming_up(self) -> bool:
-        """Whether memory is still being allocated."""
+        """Whether the allocation that `warm_up` started is still running."""
         return self._snapshot.is_warming_up
 
     def warm_up(self, tensors: State) -> None:
         """Allocates page-locked memory for saves of these tensors, in the background.
 
-        The allocation takes longer than the copy (seconds for 12 GB), and the first save should not wait for it.
+        The allocation takes longer than the copy (seconds for 12 GB). Without it, the first save would have to wait.
         """
         if self._asynchronous:
             self._snapshot.warm_up(tensors)
 
     def save(self, step: int, tensors: State, extra: Mapping[str, Any], *, best: Best | None = None) -> None:
-        """Saves the state of `step`; on return the tensors may change. First waits for a save that is running."""
+        """Saves the state of `step`. First waits for a save that is still running. On return, the tensors may change.
+
+        `extra` is state other than tensors, in types that JSON supports. `best` marks the save as the best so far.
+        """
         check_names(tensors)
         extra_json = json.dumps(extra, indent=1)
         self._join()
@@ -127,13 +130,13 @@ class Saver:
         error = None
         try:
             parts = self._snapshot.take(tensors)
-        except Exception as problem:  # out of memory; the save threads report it to the other ranks
+        except Exception as problem:  # probably out of memory; the save thread reports it to the other ranks
             error = describe_failure(problem)
         attempt = _Attempt(step, parts, shapes_of(tensors), fingerprint(tensors), extra_json, best, error, started)
         if not self._asynchronous:
             self._run(attempt)
             return
-        # A daemon thread, so that this rank can exit after a peer has died. A normal exit calls wait().
+        # Uses a daemon thread, so that this rank can exit after a peer has died. A normal exit calls wait().
         self._thread = threading.Thread(target=self._run, args=(attempt,), name=f"save-{step}", daemon=True)
         self._thread.start()
 
@@ -143,14 +146,14 @@ class Saver:
         return self.poll()
 
     def let_finish(self, seconds: float) -> None:
-        """Waits up to `seconds` for a running save, without reporting it."""
+        """Waits up to `seconds` for a running save, without returning its result."""
         if self._thread is not None:
             self._thread.join(None if seconds == math.inf else seconds)
 
     def poll(self) -> list[SaveResult]:
-        """The results of finished saves that have not been returned yet; does not block.
+        """Returns the results of finished saves that have not been returned yet; does not block.
 
-        If a rank died during a save, raises that error here, in the training thread.
+        If the save thread lost its connection to a rank, this method raises the thread's exception.
         """
         if self._broken is not None:
             raise self._broken
@@ -162,7 +165,7 @@ class Saver:
     def tidy(self, step: int) -> None:
         """Deletes the leftovers of interrupted saves at the end of a run, once its last step `step` is saved.
 
-        Every save does so too, but the previous attempt may have been killed between its last save and the clean-up.
+        Every save deletes them too, but an earlier attempt may have been killed between its last save and the clean-up.
         """
         self._join()
         if self._rank == 0:
@@ -184,9 +187,9 @@ class Saver:
         try:
             path, size = self._write(attempt)
             self._on_all_ranks(lambda: self._clean_up(attempt, path))
-        except RanksFailed as problem:  # on all ranks: training continues
+        except RanksFailed as problem:  # all ranks raised it, so training continues
             error = describe_failure(problem)
-        except Exception as problem:  # the exchange failed because a peer died: this rank must not continue alone
+        except Exception as problem:  # the exchange failed because a peer died, so this rank must not continue alone
             self._broken = problem
             return
         seconds = time.monotonic() - attempt.started
@@ -196,8 +199,8 @@ class Saver:
         """Writes and commits a checkpoint; returns its path and size. Fails on every rank if it fails on any."""
         fingerprints = self._on_all_ranks(lambda: self._ready(attempt))
         if len(set(fingerprints)) > 1:
-            raise RanksFailed("the ranks do not hold tensors of the same names, shapes and dtypes")
-        # Only once every rank is ready, so that an earlier failure leaves nothing to clean up.
+            raise RanksFailed("the ranks do not have tensors of the same names, shapes and dtypes")
+        # Creates the folder only when every rank is ready, so that an earlier failure leaves nothing to clean up.
         begun = self._on_all_ranks(lambda: self._begin(attempt))[0]
         assert begun is not None
         staging, existing_bytes = begun
@@ -222,7 +225,7 @@ class Saver:
         return attempt.fingerprint
 
     def _begin(self, attempt: _Attempt) -> tuple[Path, int | None] | None:
-        """On rank 0: a new staging folder; or the checkpoint of this step and its size, if it already exists."""
+        """Creates a staging folder, or returns the step's existing checkpoint and its size. Works on rank 0 only."""
         if self._rank != 0:
             return None
         existing = self._folder / step_folder(attempt.step)
@@ -239,7 +242,7 @@ class Saver:
     def _check_shard(self, attempt: _Attempt, staging: Path) -> dict[str, FileEntry]:
         self._injector.at("save-check", attempt.step)
         checked = check_shard(staging / shard_name(self._rank, self._world))
-        self._injector.at("save-commit", attempt.step)  # before the exchange: once rank 0 commits, no rank may fail
+        self._injector.at("save-commit", attempt.step)  # here, because no rank may fail once rank 0 commits
         return checked
 
     def _commit(self, attempt: _Attempt, staging: Path, shards: dict[str, FileEntry]) -> tuple[Path, int] | None:
@@ -259,14 +262,14 @@ class Saver:
         return path, read_manifest(path).total_bytes
 
     def _clean_up(self, attempt: _Attempt, committed: Path | None) -> None:
-        """After a commit, on rank 0: marks the best checkpoint, prunes old ones and deletes leftovers."""
+        """Marks the best checkpoint, prunes old ones and deletes leftovers, on rank 0 after a commit."""
         self._injector.at("saved", attempt.step, saved=committed)
         if self._rank != 0 or committed is None:
             return
         if attempt.best is not None:
             self._unmarked = attempt.step, attempt.best
         failure = self._mark_best()
-        # Prune even if that failed: on a full disk, pruning frees the space for the next save.
+        # Prunes even if marking failed, because on a full disk this frees the space for the next save.
         also_keep = () if self._unmarked is None else (self._unmarked[0],)
         prune(
             self._folder,

@@ -1,9 +1,8 @@
-"""Copies to host memory what this rank writes to a checkpoint, between two training steps.
+"""Copies this rank's part of a checkpoint to host memory, between two training steps.
 
-Training can then change its tensors while a thread writes the copy. A tensor that every rank holds (ddp) is copied and
-written by one rank only, and a shard that several ranks hold (hsdp) by one of them, so N ranks need the host memory of
-one copy. Buffers are reused by the next save. For tensors
-on a GPU they are page-locked, and `warm_up` allocates them in advance.
+Training can then change its tensors while a thread writes the copy. If several ranks have the same tensor (ddp) or the
+same shard (hsdp), only one of them copies and writes it, so all ranks together need the host memory of one copy. The
+next save reuses the buffers. For tensors on a GPU the buffers are page-locked, and `warm_up` allocates them in advance.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from torch.distributed.tensor import DTensor, Shard
 from unisono.parallel.shard_mesh import on_host
 
 State = Mapping[str, torch.Tensor]
-"""Tensors by name ("model.<name>", "ema.<name>", "optimizer.<name>.<slot>"): plain tensors are equal on every rank,
-DTensors are sharded across all ranks, or across groups of ranks that hold the same shards."""
+"""Tensors by name ("model.<name>", "ema.<name>", "optimizer.<name>.<slot>"). Plain tensors are equal on every rank.
+DTensors are sharded across all ranks, or across groups of ranks that each have a complete set of shards."""
 
 _SMALL = 2**20  # bytes
 _WRAPPER = re.compile(r"(^|\.)(_orig_mod|_checkpoint_wrapped_module|_fsdp[^.]*)(\.|$)")
@@ -44,17 +43,17 @@ class Snapshot:
         return self._warming is not None and self._warming.is_alive()
 
     def warm_up(self, state: State) -> None:
-        """Allocates page-locked buffers for a state like this one, in a thread; copies nothing."""
+        """Allocates page-locked buffers for tensors of the same shapes as `state`, in a thread; copies nothing."""
         self._join()
-        # The thread must not hold the tensors themselves.
-        wanted = [(name, t.shape, t.dtype, t.device) for name, _, t in self._share(state) if t.is_cuda]
-        if not wanted:
+        # Keeps only the properties of the tensors, because a reference in the thread would keep their memory allocated.
+        to_allocate = [(name, t.shape, t.dtype, t.device) for name, _, t in self._share(state) if t.is_cuda]
+        if not to_allocate:
             return
 
         def allocate() -> None:
-            # If memory runs out, the save reports it. A new thread uses GPU 0, which may belong to another rank.
-            with suppress(RuntimeError), torch.cuda.device(wanted[0][3]):
-                for name, shape, dtype, _ in wanted:
+            # If memory runs out, the save reports it. By default a new thread uses GPU 0, which another rank may use.
+            with suppress(RuntimeError), torch.cuda.device(to_allocate[0][3]):
+                for name, shape, dtype, _ in to_allocate:
                     if not _fits(self._buffers.get(name), shape, dtype):
                         self._buffers[name] = torch.empty(shape, dtype=dtype, pin_memory=True)
 
@@ -62,7 +61,7 @@ class Snapshot:
         self._warming.start()
 
     def take(self, state: State) -> dict[str, torch.Tensor]:
-        """Copies this rank's part of the state; waits for the GPU, so that the tensors may change on return."""
+        """Copies this rank's part of the state and waits for the GPU. On return, the tensors may change."""
         self._join()
         self._buffers = {name: buffer for name, buffer in self._buffers.items() if name in state}
         parts: dict[str, torch.Tensor] = {}
@@ -75,7 +74,7 @@ class Snapshot:
         return parts
 
     def _share(self, state: State) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-        """What this rank writes: (name, tensor, local part)."""
+        """Yields (name, tensor, local part) of each tensor of which this rank writes a part."""
         writers, replicas = writer_of_each(state, self._world), replica_of_each(state, self._world)
         for name, tensor in state.items():
             local = _local(tensor.detach())
@@ -94,7 +93,8 @@ class Snapshot:
     def _copy(self, name: str, local: torch.Tensor, devices: set[torch.device]) -> torch.Tensor:
         buffer = self._buffers.get(name)
         if buffer is None or not _fits(buffer, local.shape, local.dtype):
-            # One storage per tensor: safetensors rejects tensors that share one (tied weights, views).
+            # Every buffer has its own storage, because safetensors rejects tensors that share one (tied weights,
+            # views).
             buffer = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
             self._buffers[name] = buffer
         buffer.copy_(local, non_blocking=local.is_cuda)
@@ -121,10 +121,11 @@ class Snapshot:
 
 
 def writer_of_each(state: State, world: int) -> dict[str, int]:
-    """The rank that writes each tensor that all ranks hold.
+    """Returns, for each tensor that all ranks have in full, the rank that writes it.
 
-    Largest first, to the rank with the fewest bytes so far. But of a sharded state, rank 0 writes the small ones (an
-    optimizer has some for each weight): a rank that resumes then needs its own file and rank 0's, not those of all.
+    Tensors are assigned in order of size, the largest first, each to the rank with the fewest bytes so far. If the
+    state also contains sharded tensors, rank 0 writes all small unsharded ones, such as the optimizer's step counters.
+    A rank that resumes then needs only its own file and rank 0's, instead of the files of all ranks.
     """
     sizes = {
         name: max(1, tensor.numel() * tensor.element_size())
@@ -141,8 +142,10 @@ def writer_of_each(state: State, world: int) -> dict[str, int]:
 
 
 def replica_of_each(state: State, world: int) -> dict[str, int]:
-    """The replica that writes each sharded tensor, if there are several: largest first, to the one with the fewest
-    bytes so far."""
+    """Returns, for each sharded tensor, the number of the replica that writes it.
+
+    Tensors are assigned in order of size, the largest first, each to the replica with the fewest bytes so far.
+    """
     shards = {name: tensor for name, tensor in state.items() if _is_sharded(tensor, world)}
     num_replicas = max((_replica(tensor)[1] for tensor in shards.values()), default=1)
     load, replicas = [0] * num_replicas, {}
@@ -153,7 +156,7 @@ def replica_of_each(state: State, world: int) -> dict[str, int]:
 
 
 def _replica(tensor: torch.Tensor) -> tuple[int, int]:
-    """The number of the replica that this rank holds of a sharded tensor, and how many there are."""
+    """Returns to which replica of a sharded tensor this rank's shard belongs, and the number of replicas."""
     assert isinstance(tensor, DTensor)
     number, count = 0, 1
     for dimension, placement in enumerate(tensor.placements):
@@ -164,18 +167,18 @@ def _replica(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def shapes_of(state: State) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Whole shape and dtype of each tensor."""
+    """Returns the whole shape and the dtype of each tensor, by name."""
     return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in state.items()}
 
 
 def fingerprint(state: State) -> str:
-    """A hash of names, shapes, dtypes and kinds of tensors, to check that all ranks save the same ones."""
+    """Returns a hash of names, shapes, dtypes and kinds of tensors, to check that all ranks save the same ones."""
     lines = [f"{name} {tuple(t.shape)} {t.dtype} {isinstance(t, DTensor)}" for name, t in sorted(state.items())]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def check_names(state: State) -> None:
-    """Rejects names with a wrapper's prefix: such a checkpoint would load only into the same wrapper."""
+    """Rejects names with a wrapper's prefix, because such a checkpoint could be loaded only into the same wrapper."""
     for name in state:
         if _WRAPPER.search(name):
             raise ValueError(f"{name!r} has a wrapper's prefix; use the names of the unwrapped model")

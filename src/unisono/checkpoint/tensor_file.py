@@ -47,16 +47,16 @@ class BadTensorFile(Exception):
 
 @dataclass(frozen=True)
 class Entry:
-    """The header's entry of one tensor."""
+    """The entry of one tensor in the header."""
 
     dtype: str
     shape: tuple[int, ...]
-    start: int  # offset of its bytes in the file
+    start: int  # offset of the tensor's bytes in the file
     num_bytes: int
 
 
 class TensorFile:
-    """The tensors of one safetensors file, read on demand; safe for several threads or processes."""
+    """The tensors of one safetensors file, read on demand. Several threads or processes may use it."""
 
     def __init__(self, path: str | Path) -> None:
         """Reads and checks the header; raises BadTensorFile or OSError if that fails."""
@@ -70,23 +70,23 @@ class TensorFile:
         _check_ranges(self.entries, begin, info.st_size)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What other ranks get, so that they need not read the header; inode numbers may differ between machines."""
+        """Returns the state to send to other ranks, without the inode number, which may differ between machines."""
         return vars(self) | {"_identity": None}
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype of a tensor."""
+        """Returns the dtype of a tensor."""
         dtype = _DTYPES.get(self.entries[name].dtype)
         if dtype is None:
             raise BadTensorFile(f"{name!r} has dtype {self.entries[name].dtype}, which unisono cannot read")
         return dtype
 
     def tensor(self, name: str, file: FileIO | None = None) -> Tensor:
-        """A whole tensor; `file` is the result of `open` if the caller reads several tensors."""
+        """Reads a whole tensor. To read several tensors faster, pass the result of `open` as `file`."""
         entry = self.entries[name]
         return self._read(name, entry.shape, entry.start, file)
 
     def rows(self, name: str, start: int, stop: int, file: FileIO | None = None) -> Tensor:
-        """The rows start..stop-1 of a tensor's first dimension; reads nothing else."""
+        """Reads the rows start..stop-1 of a tensor's first dimension, and nothing else."""
         entry = self.entries[name]
         if not entry.shape:
             raise BadTensorFile(f"{name!r} is a scalar and has no rows")
@@ -95,7 +95,7 @@ class TensorFile:
         return self._read(name, (max(0, stop - start), *entry.shape[1:]), entry.start + start * row, file)
 
     def open(self) -> FileIO:
-        """Opens the file to read several tensors; BadTensorFile if it is not the one whose header was read."""
+        """Opens the file to read several tensors; raises BadTensorFile if it changed since its header was read."""
         file = self._open()
         info = os.fstat(file.fileno())
         is_same = _identity(info) == self._identity if self._identity else info.st_size == self._size
@@ -121,7 +121,8 @@ class TensorFile:
         return tensor
 
     def _open(self) -> FileIO:
-        # Not kept open: a checkpoint has one file per rank, and a process may keep only about 1,000 files open.
+        # Does not keep the file open, because a checkpoint has one file per rank and a process may open only about
+        # 1,000.
         try:
             return open_regular(self.path)
         except NotRegular as error:
@@ -133,7 +134,7 @@ def _identity(info: os.stat_result) -> tuple[int, ...]:
 
 
 def _read_header(handle: int, size: int) -> tuple[dict[str, Any], int]:
-    """The header, and the offset at which the tensors' bytes begin."""
+    """Returns the header of a file of `size` bytes, and the offset at which the tensors' bytes begin."""
     length = int.from_bytes(os.pread(handle, 8, 0), "little")
     if size < 8 or length > min(_LARGEST_HEADER, size - 8):
         raise BadTensorFile("its header is larger than the file or than the format allows")
@@ -173,7 +174,7 @@ def _sizes(value: Any) -> list[int] | None:
 
 
 def _check_ranges(entries: dict[str, Entry], begin: int, size: int) -> None:
-    """Rejects gaps and overlaps: the tensors must be contiguous and fill the file."""
+    """Raises BadTensorFile if the tensors leave a gap, overlap, or do not fill the file of `size` bytes."""
     end = begin
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].num_bytes)):
         if entry.start != end:

@@ -1,1 +1,1 @@
-"""The commands of `unisono`, one file each: they parse arguments, call the engine and print results."""
+"""The commands of `unisono`, one module each. A command parses arguments, calls the engine and prints results."""

@@ -1,8 +1,8 @@
-"""Command-line parsing, the same for every command.
+"""Parses the command line of every command with argparse.
 
-argparse with four conventions: a flag may be written with hyphens or underscores; flags cannot be abbreviated; an error
-is one line that suggests the nearest flag (exit code 2); `train`, `verify` and `slurm` treat all flags except their own
-as settings of the run.
+All commands follow the same rules. A flag may be written with hyphens or underscores, and cannot be abbreviated. An
+error is one line that suggests the nearest flag (exit code 2). `train`, `verify` and `slurm` treat all flags except
+their own as settings of the run.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any, NamedTuple, NoReturn
 from unisono.errors import ConfigError, UserError
 
 _SIMILAR = 0.7
-_VERY_SIMILAR = 0.85  # a flag that is not a setting and is this similar to one of the command's own flags is a typo
+_VERY_SIMILAR = 0.85  # an unknown flag that is this similar to one of the command's own flags is probably a typo
 
 
 class Parser(argparse.ArgumentParser):
-    """The parser of one command."""
+    """Parses the command line of one command."""
 
     def __init__(self, command: str, description: str, **options: Any) -> None:
-        self._spellings: dict[str, str] = {}  # the name with underscores -> the name as declared
+        self._spellings: dict[str, str] = {}  # name with underscores -> name as declared
         self._command = command
         super().__init__(prog=f"unisono {command}", description=description, allow_abbrev=False, **options)
 
@@ -44,11 +44,11 @@ class Parser(argparse.ArgumentParser):
             "the run has one (default: auto)",
         )
         self.add_argument(
-            "--recipe", metavar="FILE.PY:CLASS", help="location of the recipe, if it has moved since the run"
+            "--recipe", metavar="FILE.PY:CLASS", help="new location of the recipe, if it has moved since the run"
         )
 
     def error(self, message: str) -> NoReturn:
-        """Raises a one-line ConfigError; argparse would print the usage and exit."""
+        """Raises a one-line ConfigError, where argparse would print the usage and exit."""
         raise ConfigError(f"{message.removeprefix('argument ')}; see unisono {self._command} --help")
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
@@ -65,11 +65,11 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"unknown flag {flags[0]}{hint}")
 
     def parse_own(self, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-        """Parses the command's own arguments; returns all others as they were written, in order."""
+        """Parses the command's own arguments; also returns all other arguments, unchanged and in order."""
         return self.parse_known_args([self._as_declared(argument) for argument in argv])
 
     def reject_typos(self, flags: Sequence[str]) -> None:
-        """Raises ConfigError for a flag that is not a setting but similar to one of this command's own flags."""
+        """Raises ConfigError for a flag that is not a setting but resembles one of this command's own flags."""
         from unisono.config.fields import fields_by_name
         from unisono.settings import Settings
 
@@ -116,7 +116,7 @@ class TrainingCommand(NamedTuple):
 
 
 class TrainingParser(Parser):
-    """The parser of `train`, `verify` and `slurm`: a recipe, --config files, own options, and settings as flags."""
+    """Parses the command lines of `train`, `verify` and `slurm`: a recipe, config files, options, settings as flags."""
 
     def __init__(self, command: str, usage: str, description: str) -> None:
         super().__init__(

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from unisono.recipes.clips.trained import VideoScorer
     from unisono.recipes.clips.video.footage import Footage
 
-_LONG_S = 120  # in seconds; for longer videos, progress is shown even without a terminal
+_LONG_S = 120  # for videos longer than this many seconds, progress is shown even without a terminal
 
 
 def main(argv: list[str], scorer: Callable[[Path], Any] | VideoScorer | None = None) -> int:
@@ -78,9 +78,9 @@ def _options(argv: list[str], *, needs_run: bool) -> argparse.Namespace:
         "--lowest_score",
         type=float,
         metavar="SCORE",
-        help="skip moments with a lower score, 0 to 1 (default: the higher of a tenth of the video's best score, and a "
-        "quarter of the way from the scores of other clips to those of highlights in the run's evaluation; 0 skips "
-        "none)",
+        help="skip moments that score below this, from 0 to 1; 0 skips none (default: a tenth of the video's best "
+        "score, or, if higher, others + (highlights - others) / 4, where highlights and others are the mean scores of "
+        "highlights and of other clips in the run's evaluation)",
     )
     parser.add_argument(
         "--shortest", type=float, metavar="S", default=4.0, help="shortest clip, in seconds (default: 4)"
@@ -95,21 +95,26 @@ def _options(argv: list[str], *, needs_run: bool) -> argparse.Namespace:
         "--snap",
         type=float,
         metavar="S",
-        help="move the ends of a clip to a scene cut or a pause at most this many seconds away; 0: never (default: the "
-        "length of a scored segment, because a score does not locate a moment more precisely)",
+        help="move each end of a clip to a scene cut or a pause that is at most this many seconds away; 0: never "
+        "(default: the length of a scored segment, because scores do not locate a moment more precisely)",
     )
     parser.add_argument(
-        "--exact", action="store_true", help="cut at the exact frame: re-encode (H.264, AAC) instead of copying streams"
+        "--exact",
+        action="store_true",
+        help="cut at exact frames by re-encoding (H.264, AAC) instead of copying the streams",
     )
     parser.add_argument(
-        "--crop", metavar="W:H", help="crop to this aspect ratio, for instance 9:16, following motion; implies --exact"
+        "--crop",
+        metavar="W:H",
+        help="crop to this aspect ratio, for instance 9:16, with a window that follows motion; implies --exact",
     )
     parser.add_argument(
         "--height",
         type=int,
         metavar="PIXELS",
-        help="height of the clips in pixels; implies --exact; 0: do not scale (default: with --crop, the height that "
-        "keeps the longer side of the video, 1080x1920 for 9:16 of 1920x1080; otherwise the video's)",
+        help="height of the clips in pixels; implies --exact; 0: do not scale (default: the video's height; with "
+        "--crop, the height at which a clip's longer side is as long as the video's, for instance 1080x1920 for 9:16 "
+        "of a 1920x1080 video)",
     )
     parser.add_argument(
         "--page", action=argparse.BooleanOptionalAction, default=True, help="write an HTML page (default: yes)"
@@ -164,8 +169,10 @@ def _check_run(options: argparse.Namespace) -> None:
         raise ConfigError(f"{options.run} is a run of {others[origin]}, which cannot score videos; pass a run of clips")
     steps = [step for step, _ in list_steps(options.run / "checkpoints")]
     if record and steps and options.step and is_step(options.step) and int(options.step) not in steps:
-        there = ", ".join(map(str, steps))
-        raise ConfigError(f"--step {options.step}: {options.run} has no such step; it has {there} (or newest, best)")
+        available = ", ".join(map(str, steps))
+        raise ConfigError(
+            f"--step {options.step}: {options.run} has no checkpoint of this step; use {available}, newest or best"
+        )
 
 
 def _clip(video: Path, folder: Path, scorer: VideoScorer, options: argparse.Namespace, aspect: float | None) -> str:
@@ -177,33 +184,34 @@ def _clip(video: Path, folder: Path, scorer: VideoScorer, options: argparse.Name
     from unisono.recipes.clips.video.footage import Footage
     from unisono.recipes.common.bad_files import BadMedia
 
-    began = time.monotonic()
+    started = time.monotonic()
     try:
         footage = Footage(video)
         exact = options.exact or bool(options.height) or aspect is not None
         obstacle = "" if exact else obstacle_to_copy(footage)
-        shown = status_line().live or footage.duration >= _LONG_S
-        with progress(f"scoring {video.name}", math.ceil(footage.duration), "s of video", enabled=shown) as advance:
+        show_progress = status_line().live or footage.duration >= _LONG_S
+        num_seconds = math.ceil(footage.duration)
+        with progress(f"scoring {video.name}", num_seconds, "s of video", enabled=show_progress) as advance:
             scored = scorer.score(video, advance.to)
-        seconds = time.monotonic() - began
+        seconds = time.monotonic() - started
         # Scoring decodes the whole video, so its duration is more reliable than the header's.
         footage.duration = scored.duration
         moments, remarks = _chosen(footage, scored, scorer, options)
         remarks += [f"{obstacle}, so the clips are re-encoded, as with --exact"] if obstacle else []
         for remark in remarks:
             print(f"unisono: {video}: {remark}", file=sys.stderr)
-        cutting = progress(f"cutting {video.name}", len(moments), plural("clip", len(moments)), enabled=shown)
-        with atomic_folder(folder) as making, cutting as advance:
+        cutting = progress(f"cutting {video.name}", len(moments), plural("clip", len(moments)), enabled=show_progress)
+        with atomic_folder(folder) as new_folder, cutting as advance:
             clips = []
             for number, moment in enumerate(moments, 1):
-                cut = _cut(footage, moment, number, making, options, aspect, exact=exact or bool(obstacle))
+                cut = _cut(footage, moment, number, new_folder, options, aspect, exact=exact or bool(obstacle))
                 clips.append((moment, cut))
                 advance()
-            write_record(making / "clips.json", footage, scored, clips, scorer.name, scorer.trained_on, remarks)
+            write_record(new_folder / "clips.json", footage, scored, clips, scorer.name, scorer.trained_on, remarks)
             if options.page:
-                page = making / "page.html"
-                by = f"{scorer.name}, trained on {scorer.trained_on}" if scorer.trained_on else scorer.name
-                write_page(page, footage, scored.scores, scored.clip_seconds, clips, by, remarks)
+                page = new_folder / "page.html"
+                model = f"{scorer.name}, trained on {scorer.trained_on}" if scorer.trained_on else scorer.name
+                write_page(page, footage, scored.scores, scored.clip_seconds, clips, model, remarks)
     except BadMedia as error:
         raise UserError(str(error)) from None
     except OSError as error:
@@ -214,7 +222,7 @@ def _clip(video: Path, folder: Path, scorer: VideoScorer, options: argparse.Name
 def _chosen(
     footage: Footage, scored: Scored, scorer: VideoScorer, options: argparse.Namespace
 ) -> tuple[list[Moment], list[str]]:
-    """The moments to cut, best first, and remarks for the user."""
+    """Returns the moments to cut, best first, and remarks for the user."""
     from unisono.recipes.clips.calibration import without_low
     from unisono.recipes.clips.cutting.edges import edges_around, snap
     from unisono.recipes.clips.cutting.moments import pick
@@ -242,9 +250,9 @@ def _chosen(
         about_length(scored.duration, options.shortest, moments),
         about_low,
     ]
-    within = scored.clip_seconds if options.snap is None else options.snap
-    if within:
-        moments = snap(moments, edges_around(footage, moments, within), within, duration=footage.duration, **lengths)
+    snap_s = scored.clip_seconds if options.snap is None else options.snap
+    if snap_s:
+        moments = snap(moments, edges_around(footage, moments, snap_s), snap_s, duration=footage.duration, **lengths)
     return moments, [remark for remark in remarks if remark]
 
 
@@ -261,8 +269,8 @@ def _cut(
     from unisono.recipes.clips.cutting.crop import follow
     from unisono.recipes.clips.cutting.cut import cut
 
-    at = int(moment.start)
-    name = f"{number:02}_{at // 3600:02}h{at // 60 % 60:02}m{at % 60:02}s.mp4"
+    start = int(moment.start)
+    name = f"{number:02}_{start // 3600:02}h{start // 60 % 60:02}m{start % 60:02}s.mp4"
     crop = follow(footage, moment, aspect) if aspect is not None else None
     height = options.height or None
     if aspect is not None and options.height is None:

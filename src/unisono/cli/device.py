@@ -1,4 +1,4 @@
-"""The option --device of commands that use a trained model."""
+"""Resolves the option --device of commands that use a trained model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def usable_device(name: str) -> torch.device:
-    """Returns the torch device with this name, after a test allocation; `auto` is the first GPU, or the CPU."""
+    """Returns the torch device with this name after a test allocation. `auto` is the first GPU, else the CPU."""
     import torch
 
     try:

@@ -1,8 +1,8 @@
 """`unisono doctor`: checks that this machine can train, and says what to do about each problem.
 
-`inspect_machine` collects all facts once (`Machine`), and each check is a small pure function of them. Then real
-processes run an all-reduce over gloo and, with GPUs, over NCCL. Only a check that fails makes the exit code 1; a
-warning does not.
+`inspect_machine` collects all facts once in a `Machine`, and each check is a small pure function of these facts. After
+that, real processes run an all-reduce over gloo and, if there are GPUs, over NCCL. The exit code is 1 if a check fails;
+warnings do not affect it.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Machine:
     packages: Mapping[str, str | None] = field(default_factory=dict)
     """Version of each package that unisono uses; None if it is not installed."""
     optional: Mapping[str, str] = field(default_factory=dict)
-    """Optional packages, and the extra that needs each of them."""
+    """Optional packages, each with the extra of unisono that requires it, such as clips."""
     torch_error: str = ""
     cuda_build: str | None = None
     cuda_works: bool = False
@@ -92,7 +92,7 @@ def inspect_machine(environ: Mapping[str, str] = os.environ) -> Machine:
     works, bf16, nccl, error = False, True, None, ""
     try:
         import torch
-    except (ImportError, OSError) as failure:  # OSError: a CUDA library that does not load
+    except (ImportError, OSError) as failure:  # OSError: a CUDA library cannot be loaded
         error = f"({str(failure).splitlines()[0]})"
     else:
         build, works = torch.version.cuda, torch.cuda.is_available()
@@ -141,9 +141,9 @@ def _packages() -> tuple[dict[str, str | None], dict[str, str]]:
 
 
 def orphaned_ranks(proc: Path = Path("/proc")) -> list[str]:
-    """Returns the ranks of unisono whose launcher is gone, as "pid command"."""
+    """Returns the unisono ranks whose launcher no longer runs, each as "pid command"."""
     first = proc / "1" / "cmdline"
-    # In a container the launcher itself may be process 1; its ranks are not orphans.
+    # In a container the launcher itself may be process 1. The children of such a launcher are not orphans.
     launcher_is_first = os.access(first, os.R_OK) and b"unisono" in first.read_bytes()
     orphans = []
     for folder in proc.glob("[0-9]*"):
@@ -174,17 +174,17 @@ def check_torch(machine: Machine) -> Check:
     version = machine.packages.get("torch")
     if version is None or machine.torch_error:
         finding = f"{version or 'not installed'} {machine.torch_error}".strip()
-        return Check("torch", "fail", finding, "it does not import; install it again: pip install 'torch>=2.9,<2.14'")
+        return Check("torch", "fail", finding, "torch cannot be imported; run pip install 'torch>=2.9,<2.14'")
     build = f"CUDA {machine.cuda_build}, NCCL {machine.nccl}" if machine.cuda_build else "CPU build"
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     if numbers < OLDEST_TORCH:
-        return Check("torch", "fail", f"{version} ({build})", "too old; pip install 'torch>=2.9,<2.14'")
+        return Check("torch", "fail", f"{version} ({build})", "too old; run pip install 'torch>=2.9,<2.14'")
     if numbers >= FIRST_UNTESTED_TORCH:
         return Check(
             "torch",
             "warn",
             f"{version} ({build})",
-            "newer than the tested versions; if something fails, use torch<2.14",
+            "unisono is not tested with this newer version; if something fails, use torch<2.14",
         )
     return Check("torch", "ok", f"{version} ({build})")
 
@@ -198,7 +198,7 @@ def check_packages(machine: Machine) -> Check:
     finding = ", ".join(installed) + (f"; not installed: {', '.join(absent)}" if absent else "")
     if missing:
         return Check(
-            "packages", "fail", f"{finding}; missing: {', '.join(missing)}", f"pip install {' '.join(missing)}"
+            "packages", "fail", f"{finding}; missing: {', '.join(missing)}", f"run pip install {' '.join(missing)}"
         )
     return Check("packages", "ok", finding)
 
@@ -244,7 +244,7 @@ def check_shm(machine: Machine) -> Check:
     if machine.shm_bytes is None:
         return Check("shared memory", "ok", "no /dev/shm on this system")
     finding = f"/dev/shm {machine.shm_bytes / GIB:.2f} GiB"
-    advice = "loader workers may die with a bus error: docker run --shm-size=8g (or --ipc=host), or --num_workers 0"
+    advice = "loader workers may die with a bus error: use docker run --shm-size=8g (or --ipc=host), or --num_workers 0"
     return _warn_unless(machine.shm_bytes >= GIB, "shared memory", finding, advice)
 
 
@@ -258,14 +258,14 @@ def check_open_files(machine: Machine) -> Check:
     unlimited = machine.open_files == resource.RLIM_INFINITY
     finding = "no limit" if unlimited else f"{machine.open_files} open files per process"
     is_enough = unlimited or machine.open_files >= 1024
-    return _warn_unless(is_enough, "open files", finding, "loader workers may need more: ulimit -n 4096")
+    return _warn_unless(is_enough, "open files", finding, "loader workers may need more: run ulimit -n 4096")
 
 
 def check_orphans(machine: Machine) -> Check:
     if not machine.orphans:
         return Check("orphans", "ok", "no orphaned ranks")
     pids = " ".join(each.split()[0] for each in machine.orphans)
-    advice = f"these ranks lost their launcher and may occupy GPU memory; if they are yours and not needed: kill {pids}"
+    advice = f"these ranks lost their launcher and may occupy GPU memory; if you do not need them, run kill {pids}"
     return Check("orphans", "warn", "; ".join(machine.orphans), advice)
 
 

@@ -12,11 +12,11 @@ def main(argv: list[str]) -> int:
     """Runs the command."""
     parser = Parser("export", "Write a run's trained weights to a folder, in the recipe's format.")
     parser.add_argument("run", type=Path, metavar="RUN", help="the run folder")
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="folder to write to; must be new or empty")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="output folder, which must be new or empty")
     parser.add_checkpoint_arguments()
     options = parser.parse(argv)
     if options.folder.exists() and (not options.folder.is_dir() or any(options.folder.iterdir())):
-        raise UserError(f"{options.folder} is not an empty folder, and export overwrites nothing; use another folder")
+        raise UserError(f"{options.folder} exists and is not an empty folder; export to a new or empty folder")
     from unisono.engine.export import export_run
 
     description = export_run(

@@ -78,7 +78,7 @@ class _RunLog:
 
 
 class _Tail:
-    """Reads the records that are appended to a file from now on; a restart may shorten the file in between."""
+    """Reads the records that are appended to a file from now on. A restart of the run may shorten the file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -92,7 +92,7 @@ class _Tail:
                 data = file.readall()
         except OSError:
             return
-        complete = data[: data.rfind(b"\n") + 1]  # the last line may not be complete yet
+        complete = data[: data.rfind(b"\n") + 1]  # the job may still be writing the last line
         self._position += len(complete)
         for line in complete.splitlines():
             if (record := parse_record(line)) is not None:

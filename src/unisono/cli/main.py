@@ -19,7 +19,7 @@ COMMANDS = {
     "export": "write a run's trained weights to a folder",
     "report": "write one HTML page about a run: curves, speed, faults survived",
     "clips": "score videos with a trained run, and cut out the best moments",
-    "seo": "report on a site: rule-based checks of its pages, and learned scores",
+    "seo": "report on a web site: rule-based checks of its pages, and learned scores",
     "doctor": "check that this machine can train, and say what to fix",
     "slurm": "write, submit and follow the batch script of a run under SLURM",
     "gpus": "list the GPUs, how busy they are, and which --gpus auto would use",
@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs a command and returns the exit code; a user error is one line on stderr."""
     argv = sys.argv[1:] if arguments is None else arguments
     if argv[:1] == ["train"] and not _only_prints(argv):
-        return _exit_code(argv) or EXIT_DONE  # stdout belongs to the recipe, and training continues if it breaks
+        return _exit_code(argv) or EXIT_DONE  # only the recipe prints to stdout; training continues if that fails
     with watched_stdout() as output:
         code = _exit_code(argv, output)
         if output is None:
@@ -63,7 +63,7 @@ def _only_prints(argv: list[str]) -> bool:
 
 
 def _exit_code_without_stdout(argv: list[str], code: int | None, output: Output) -> int:
-    """Returns the exit code of a command whose stdout failed; `code` is None if the failure interrupted the command."""
+    """Returns the exit code of a command that could not write to stdout; `code` is None if this interrupted it."""
     output.discard_rest()
     assert output.failure is not None
     if isinstance(output.failure, BrokenPipeError):  # the reader closed the pipe: unisono train --help | head
@@ -131,7 +131,7 @@ def _without_local_rank(argv: list[str]) -> list[str]:
 
 
 def _print_traceback(error: Exception) -> None:
-    """Prints the traceback of a bug in unisono or in a recipe; if several ranks fail, only the first prints it."""
+    """Prints the traceback of a bug in unisono or in a recipe. If several ranks fail, only the first one prints it."""
     from unisono import tracebacks
     from unisono.formatting import describe_exception
 

@@ -12,7 +12,7 @@ from unisono.errors import ConfigError
 
 
 class ArgumentReader:
-    """Iterates over a command line; after a flag, `value` and `values` consume the arguments that belong to it."""
+    """Iterates over a command line. After each flag, call `value` or `values` to consume the flag's arguments."""
 
     def __init__(self, argv: Sequence[str]) -> None:
         self._remaining = list(reversed(argv))
@@ -22,7 +22,10 @@ class ArgumentReader:
             yield self._remaining.pop()
 
     def values(self, flag: str, most: int | None = None) -> list[str]:
-        """Returns the values of the flag that was just read: after its =, or the arguments up to the next flag."""
+        """Returns the values of the flag that was just read.
+
+        These are the text after its =, or the arguments up to the next flag, but at most `most` of them.
+        """
         _, equals, value = flag.partition("=")
         if equals:
             return [value]
@@ -46,6 +49,6 @@ def flag_name(argument: str) -> str:
 
 
 def resolve_settings(recipe: type[Recipe], argv: Sequence[str]) -> Resolved:
-    """Resolves the arguments of `unisono train` to all settings of a run."""
+    """Returns the settings of a run that result from these arguments of `unisono train`."""
     command = parse_command(["recipe", *argv])
     return configure(recipe, file=command.files, flags=command.flags)

@@ -72,10 +72,10 @@ def _options(argv: list[str]) -> argparse.Namespace:
         "--keywords",
         default="",
         metavar="A,B|FILE",
-        help="keywords that the site should be found for, each checked on the page that fits it best; or a .csv or "
-        ".jsonl file with the columns page and keyword",
+        help="keywords for which people should find the site, each checked on the page that fits it best; or a .csv "
+        "or .jsonl file with the columns page and keyword",
     )
-    parser.add_argument("--output", type=Path, metavar="FOLDER", help="folder to write to (default: seo/NAME)")
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help="output folder (default: seo/NAME)")
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier report in that folder")
     parser.add_argument("--fetch", action="store_true", help="fetch from the web: SITE, or the URLs that it lists")
     parser.add_argument(
@@ -89,7 +89,8 @@ def _options(argv: list[str]) -> argparse.Namespace:
         "--most_pages", type=int, metavar="N", help="read at most this many pages (default: all; 1,000 with --fetch)"
     )
     parser.add_argument(
-        "--label", help="for a run with classes: sort pages by the probability of this class (default: the last one)"
+        "--label",
+        help="class by whose probability the pages are sorted, if the run predicts classes (default: the last class)",
     )
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:1 (default: auto)")
     options = parser.parse(argv)
@@ -105,7 +106,7 @@ def _file_name(name: str) -> str:
 
 
 def _check_output(folder: Path, overwrite: bool) -> None:
-    """Raises ConfigError for an unusable output folder before reading the site, which may take an hour."""
+    """Raises ConfigError for an unusable output folder, before the command spends up to an hour on reading the site."""
     from unisono.recipes.seo.site.report import FILES
 
     for path in (folder, *folder.parents):
@@ -117,7 +118,7 @@ def _check_output(folder: Path, overwrite: bool) -> None:
 
 
 def _check_reached(name: str, findings: Findings) -> None:
-    """Raises ConfigError for a site without a readable page, because an empty report would look like a result."""
+    """Raises ConfigError if no page of the site can be read, because an empty report would look like a result."""
     if findings.pages and all(page.unreadable for page in findings.pages):
         count = len(findings.pages)
         which = "the page cannot be read" if count == 1 else f"none of the {count:,} pages can be read; the first one"
@@ -136,7 +137,7 @@ def _queries(path: Path) -> list[str]:
 
 
 def _trained_model(options: argparse.Namespace, queries: Sequence[str]) -> Model:
-    """Loads the model of a run or of a model folder: a ranker if there are queries, otherwise a scorer."""
+    """Loads the model of a run or of a model folder, as a ranker if there are queries and as a scorer otherwise."""
     run: Path = options.run
     if not run.is_dir() and str(run) != "minilm":
         raise ConfigError(f"--run {run}: no such folder; unisono seo downloads no models")

@@ -65,7 +65,7 @@ def _parser() -> TrainingParser:
     add(
         "--signal-before",
         "S",
-        "seconds before the time limit at which the run saves and stops; 0: never (default: 120)",
+        "number of seconds before the time limit at which the run saves and stops; 0: never (default: 120)",
         type=_whole_number,
     )
     switch("--no-requeue", "at the time limit, end with exit code 75 instead of requeueing the job")
@@ -74,7 +74,8 @@ def _parser() -> TrainingParser:
     switch("--print", "print the script and exit")
     switch("--submit", "submit the script with sbatch")
     switch(
-        "--follow", "after --submit, show the job's state and the run's progress until it ends; Ctrl-C stops only that"
+        "--follow",
+        "after --submit, show the job's state and the run's progress until the job ends; Ctrl-C does not stop the job",
     )
     return parser
 
@@ -140,7 +141,7 @@ def _job(options: argparse.Namespace, resolved: Resolved, recipe: str, training:
         if (value := getattr(options, field.name, None)) is not None
     }
     job_name = resources.pop("job_name", "") or _plain(recipe.rpartition(":")[2] or recipe).lower()
-    # Chosen when the script is written, so that a requeued job, or the same script submitted again, continues this run.
+    # The script contains the run folder, so that a requeued job, or the same script submitted again, continues the run.
     output = resolved.values["output_dir"] or f"runs/{job_name}-{time.strftime('%Y%m%d-%H%M%S')}"
     output_flag = () if resolved.explicit("output_dir") else (f"--output_dir={output}",)
     job = BatchJob(
@@ -191,8 +192,8 @@ def _explain(job: BatchJob, path: Path, global_batch: int) -> None:
     print(f"{path}: {size}, {global_batch} samples per step")
     print(f"  run folder     {job.output_dir} (must be on a file system that all nodes share)")
     if job.signal_before:
-        then = "returns to the queue to continue from there" if job.requeue else "ends with exit code 75"
-        print(f"  time limit     {job.signal_before} s before it the run saves a checkpoint, stops, and {then}")
-    print(f"  a rank dies    the script restarts all ranks from the last checkpoint, up to {job.max_restarts} times")
+        after_stop = "the job is requeued to continue from there" if job.requeue else "the job ends with exit code 75"
+        print(f"  time limit     {job.signal_before} s before it, the run saves a checkpoint and stops; {after_stop}")
+    print(f"  dead rank      the script restarts all ranks from the last checkpoint, up to {job.max_restarts} times")
     if job.environ or job.modules:
         print(f"  environment    {', '.join([*(f'module {m}' for m in job.modules), *job.environ])}")

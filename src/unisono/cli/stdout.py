@@ -1,4 +1,4 @@
-"""Detects that standard output cannot be written: a full disk, or a pipe whose reader is gone."""
+"""Detects that standard output cannot be written, because the disk is full or a pipe's reader has exited."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Output:
-    """Wraps a stream and records its failure, to distinguish it from other OSErrors."""
+    """Wraps a stream and records its failure, so that callers can distinguish it from other OSErrors."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream

@@ -22,8 +22,8 @@ _DESCRIPTION = """Prove that a recipe trains the same on 1 and on N ranks.
 
 Trains the same few steps on each number of ranks, with one and with several micro-batches, under each strategy, and
 compares losses, metrics and weights with the first of these runs, the reference. The reference runs twice, to
-distinguish a recipe that is not repeatable from one that depends on the number of ranks. Dropout is off, because each
-rank draws its own. On a machine with fewer GPUs than ranks, several ranks share a GPU.
+distinguish a recipe that is not repeatable from one that depends on the number of ranks. Dropout is off, because
+dropout masks differ between ranks. On a machine with fewer GPUs than ranks, several ranks share a GPU.
 
 Every setting of `unisono train` is also a flag here: --gpus 0 verifies on the CPU, and --eval_every -1 skips the
 evaluation at the end of each run and the comparison of its metrics.
@@ -47,15 +47,16 @@ def _parser() -> TrainingParser:
         "--strategies",
         default="ddp",
         metavar="S,S",
-        help="strategies for more than one rank: ddp, fsdp, hsdp, or several of them. hsdp is fsdp with the largest "
-        "shard_size that gives several copies of the weights, or with --shard_size (default: ddp)",
+        help="strategies for more than one rank: ddp, fsdp, hsdp, or several of them. hsdp is fsdp with --shard_size, "
+        "by default with the largest one that leads to several copies of the weights (default: ddp)",
     )
     parser.add_argument(
         "--precision",
         default="",
         metavar="P",
-        help="float64, float32, bf16 or fp16. In float64 a difference is a bug and not rounding (default: the "
-        "recipe's verify_precision, which is float32 for wan-flow, whose model casts to it; otherwise float64)",
+        help="precision of all runs: float64, float32, bf16 or fp16. In float64, a difference is a bug and not "
+        "rounding (default: the recipe's verify_precision: float64, or float32 for the Wan recipes, whose models "
+        "always compute some layers in float32)",
     )
     return parser
 
@@ -70,13 +71,13 @@ def main(argv: list[str]) -> int:
     if any(flag.partition("=")[0] == "--strategy" for flag in flags):
         raise ConfigError("verify compares strategies and ignores --strategy; pass --strategies, for instance ddp,fsdp")
     ranks, steps = _numbers(options.ranks, "ranks"), _numbers(options.steps, "steps")[0]
-    most = max(64, 8 * num_cpu_cores())
-    if max(ranks) > most:
+    max_ranks = max(64, 8 * num_cpu_cores())
+    if max(ranks) > max_ranks:
         raise ConfigError(
-            f"--ranks {max(ranks)}: one process per rank is too many for this machine; use at most {most}"
+            f"--ranks {max(ranks)}: this machine cannot run one process for each rank; use at most {max_ranks}"
         )
-    # At least two processes, because the reference is repeated in another one. They import torch while this process
-    # does.
+    # Starts at least two processes, because the reference is repeated in a second one. They import torch while this
+    # process does.
     with WarmRanks(COMMAND, max(2, *ranks)) as warm:
         kind = load_recipe(recipe)
         resolved = configure(kind, file=config, flags=flags)
@@ -126,14 +127,14 @@ def print_verdict(verdict: Verdict, plan: VerifyPlan) -> int:
             _print_failure(result.failure)
     if verdict.unrepeatable_metrics:
         names = ", ".join(sorted(verdict.unrepeatable_metrics))
-        console.print(f"Metrics that differ between two runs of the reference, and are not compared: {names}.")
+        console.print(f"These metrics differ between two runs of the reference and are not compared: {names}.")
     differing = next((each for each in verdict.results if each.differences is not None and not each.same), None)
     if differing is not None:
         console.print(_why(differing, verdict.results, plan))
         return EXIT_DIFFERENCE
     failed = sum(result.failure is not None for result in verdict.results)
     if failed:
-        console.print(f"{failed} of {len(verdict.results)} runs failed; the others are the same run.")
+        console.print(f"{failed} of {len(verdict.results)} runs failed; the others agree with the reference.")
         return EXIT_FAILED
     console.print(f"Same run ({_tolerances(verdict, plan.precision)}; dropout off).")
     return EXIT_DONE
@@ -192,5 +193,5 @@ def _tolerances(verdict: Verdict, precision: str) -> str:
         f"tolerance {limit.loss:.0e} for losses, {limit.metric:.0e} for metrics, {limit.weight_floor:.0e} for weights"
     )
     if verdict.drift > limit.weight_floor:
-        text += f", up to {limit.weight_floor + verdict.drift:.0e} for weights whose gradient is only rounding"
+        text += f", up to {limit.weight_floor + verdict.drift:.0e} for weights whose gradient is only rounding error"
     return text

@@ -9,5 +9,5 @@ the same decision, and `outcome.py` records how the rank ended. `hangs/` finds r
 `lifetime.py` makes ranks die with their launcher, `awake_clock.py` measures time without suspensions, `ports.py` names
 the process that uses a port, `shared_folder.py` checks that all machines see one output folder, `allreduce.py` is the
 communication test of `unisono doctor`, and `own_loop.py` is for training loops that users write themselves. Nothing in
-this package knows what training is.
+this package depends on what the ranks compute.
 """

@@ -42,7 +42,7 @@ class Agreement:
     """Exchanges values between ranks. Collective: every rank creates it and calls each method at the same point."""
 
     def __init__(self, timeout: timedelta = COLLECTIVE_TIMEOUT, *, alone: bool = False) -> None:
-        """`timeout` limits how long a rank waits for the others; if `alone` is set, it exchanges nothing."""
+        """`timeout` limits how long a rank waits for the others. If `alone` is set, this rank exchanges nothing."""
         self._group: dist.ProcessGroup | None = None
         if not alone and dist.is_initialized() and dist.get_world_size() > 1:
             self._group = dist.new_group(backend="gloo", timeout=timeout)
@@ -68,7 +68,7 @@ class Agreement:
         return values  # type: ignore[return-value]  # every entry is filled now
 
     def gather(self, value: T) -> list[T] | None:
-        """Returns the values of all ranks, by rank, on rank 0 and None elsewhere. All ranks must call it."""
+        """Returns the values of all ranks, by rank, on rank 0, and None on other ranks. All ranks must call it."""
         if self._group is None:
             return [value]
         values: list[T | None] | None = [None] * self._group.size() if self._group.rank() == 0 else None

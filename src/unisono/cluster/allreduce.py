@@ -1,8 +1,8 @@
 """Tests and times a real all-reduce between real processes, before a run needs it (`unisono doctor`).
 
 `measure` starts the ranks as `python -m unisono.cluster.allreduce ...`. They rendezvous through a file, which needs no
-free port. They all-reduce known numbers and check the sum, and rank 0 writes the timings. A failure becomes one line:
-the error of the rank that failed, or which ranks were still waiting at the timeout.
+free port. They all-reduce known numbers and check the sum, and rank 0 writes the timings. A failure is reported in one
+line: the error of the rank that failed, or the ranks that were still waiting at the timeout.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def measure(
     timeout_s: float = 60.0,
     environ: Mapping[str, str] | None = None,
 ) -> Measurement:
-    """Runs the all-reduce on this machine; raises with the reason if it fails or times out."""
+    """Runs the all-reduce on this machine; raises TrainingFailed with the reason if it fails or times out."""
     package_root = str(Path(__file__).parents[2])
     inherited = os.environ.get("PYTHONPATH")
     env = {
@@ -86,7 +86,7 @@ def _wait(ranks: list[subprocess.Popen[bytes]], deadline: float, timeout_s: floa
 
 
 def _reason(log: Path) -> str:
-    """Returns the error line of a log: the last line of the traceback that is neither indented nor a C++ frame."""
+    """Returns the last line of a rank's log that names an error, ignoring indented lines; else the last line."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line[:1].strip()]
     errors = [line for line in lines if "Error" in line.partition(":")[0]]
     return next(iter(errors[-1:] or lines[-1:]), "it printed no message")

@@ -1,9 +1,9 @@
 """Chooses the communication backend of a run, and the environment variables that NCCL needs for it.
 
 NCCL refuses two ranks on one GPU of one host. If every rank has its own NCCL_HOSTID, NCCL takes the ranks for different
-hosts and connects them by sockets. That is the real library with real streams, but all data passes through host memory
-and the ranks share the GPU by time slices: good for tests, bad for training. So `auto` uses gloo between ranks that
-share a GPU, and only `nccl` asks for NCCL there too.
+hosts and connects them by sockets. This makes it possible to test NCCL on one GPU. It is slow, because all data passes
+through host memory and the ranks share the GPU in time slices. So `auto` uses gloo between ranks that share a GPU, and
+only `nccl` uses NCCL there.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Backend = Literal["auto", "gloo", "nccl"]
 
 _NCCL = "cpu:gloo,cuda:nccl"
 SLOW = (
-    "backend nccl between ranks that share a GPU: all data goes over sockets, which is slow and meant for tests; "
+    "backend nccl between ranks that share a GPU sends all data over sockets, which is slow and meant for tests; "
     "remove --backend to train"
 )
 
@@ -30,7 +30,7 @@ class GroupBackend:
     name: str
     """torch's name: one backend, or one for each device type."""
     forced: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables to set before the group is created, whatever their value."""
+    """Environment variables to set before the group is created, even if the user has set them."""
     defaults: Mapping[str, str] = field(default_factory=dict)
     """Environment variables to set if the user has not."""
     warning: str | None = None
@@ -54,7 +54,7 @@ def choose_backend(
         return GroupBackend("gloo")
     if not gpus_are_shared:
         return GroupBackend(_NCCL)
-    # The host id is forced: a value that all ranks inherit would make them one host again.
+    # Overrides the host id, because a value that all ranks inherit would make them one host again.
     defaults = {"NCCL_CUMEM_ENABLE": "0"}
     if num_nodes == 1:
         defaults["NCCL_SOCKET_IFNAME"] = "lo"

@@ -2,8 +2,8 @@
 
 Each launcher is one small class that detects its variables and reads a `World` from them. The first match wins:
 torchrun (accelerate and unisono's own launcher set the same variables), then a SLURM step, then MPI, then a plain
-process. torchrun inside a SLURM job counts as torchrun, and an allocation without a step as a plain process
-(Lightning#20776). Nothing is guessed: an incomplete set of variables is an error that names the missing one.
+process. torchrun inside a SLURM job counts as torchrun, and a SLURM allocation without a step counts as a plain process
+(Lightning#20776). If a launcher's variables are incomplete, an error names the missing one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _FIRST_RESERVED_STEP = 0xFFFFFFF0
 _DEFAULT_PORT = 29500
 
 ROUND = "UNISONO_ROUND"
-"""Environment variable: how often unisono's launcher has started ranks, from 1."""
+"""Environment variable: number of times that unisono's launcher has started the ranks, including this start."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class World:
     """Port of the ranks' TCPStore; 0 means any free one (a single process only)."""
     restart_count: int = 0
     started_before: bool = False
-    """Whether the launcher restarted the ranks, after a death or because machines joined or left."""
+    """Whether this is a restart by the launcher, because a rank died or machines joined or left."""
     variables: Mapping[str, str] = field(default_factory=dict)
     """The environment variables that these values were read from."""
     mixed_precision: str | None = None
@@ -57,7 +57,7 @@ class World:
         return self.rank == 0
 
     def describe(self) -> str:
-        """Returns one line for the banner: which launcher was detected, and from which variables."""
+        """Describes the launcher for the banner, with the variables from which it was detected."""
         variables = " ".join(f"{name}={value}" for name, value in self.variables.items())
         if self.launcher != "plain":
             nodes = f" on {self.num_nodes} machines" if self.num_nodes > 1 else ""
@@ -75,7 +75,7 @@ class World:
 
 
 class Environment(ABC):
-    """One way of starting ranks: detects its environment variables and reads the world from them."""
+    """A launcher: detects its environment variables and reads the world from them."""
 
     name: ClassVar[str]
 
@@ -97,7 +97,9 @@ class Torchrun(Environment):
         return "RANK" in environ and "WORLD_SIZE" in environ
 
     def world(self, environ: Mapping[str, str]) -> World:
-        read = _Reader(environ, self.name, "start with torchrun, accelerate launch or unisono train, or set it")
+        read = _Reader(
+            environ, self.name, "start with torchrun, accelerate launch or unisono train, or set the variable"
+        )
         rank, size = read.rank("RANK", "WORLD_SIZE")
         alone = size == 1
         local_size = read.number("LOCAL_WORLD_SIZE", default=1 if alone else None, at_least=1)
@@ -127,15 +129,15 @@ class Torchrun(Environment):
 
 
 class SlurmStep(Environment):
-    """A task of an `srun` step with several tasks. A step with one task counts as plain: it may start ranks itself."""
+    """A task of an `srun` step with several tasks. A step with one task counts as plain and may start ranks itself."""
 
     name = "slurm"
 
     def detect(self, environ: Mapping[str, str]) -> bool:
         step = environ.get("SLURM_STEP_ID", "")
         real_step = step.isdecimal() and int(step) < _FIRST_RESERVED_STEP
-        # mpirun inside a SLURM job starts its daemons with srun. SLURM_PROCID is then that of the daemon, the same for
-        # all its ranks. srun itself sets neither of these two variables.
+        # mpirun inside a SLURM job starts its daemons with srun. All ranks of a daemon then have the daemon's
+        # SLURM_PROCID. srun itself sets neither of the two variables of MPI below.
         by_mpirun = "OMPI_COMM_WORLD_RANK" in environ or "MPI_LOCALRANKID" in environ
         several = environ.get(self._tasks(environ)) != "1"
         return real_step and "SLURM_PROCID" in environ and several and not by_mpirun
@@ -178,7 +180,7 @@ class SlurmStep(Environment):
 
     @staticmethod
     def _master_port(read: _Reader, environ: Mapping[str, str]) -> int:
-        """Computes a port that is the same on all tasks, from the job id: two jobs on one machine rarely collide."""
+        """Derives a port from the job id. All tasks get the same port, and two jobs on one machine rarely do."""
         if "MASTER_PORT" in environ:
             return read.number("MASTER_PORT")
         return 15000 + read.number("SLURM_JOB_ID") % 10000
@@ -193,7 +195,11 @@ class Mpi(Environment):
         return "OMPI_COMM_WORLD_RANK" in environ or ("PMI_RANK" in environ and "PMI_SIZE" in environ)
 
     def world(self, environ: Mapping[str, str]) -> World:
-        read = _Reader(environ, self.name, "start with mpirun, or pass it on (mpirun -x NAME, -genv NAME VALUE)")
+        read = _Reader(
+            environ,
+            self.name,
+            "start with mpirun, or pass the variable to the ranks (mpirun -x NAME, -genv NAME VALUE)",
+        )
         if "OMPI_COMM_WORLD_RANK" in environ:
             rank, size = read.rank("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
             local_rank = read.number("OMPI_COMM_WORLD_LOCAL_RANK")
@@ -250,7 +256,7 @@ class Plain(Environment):
 
 
 ENVIRONMENTS: tuple[Environment, ...] = (Torchrun(), SlurmStep(), Mpi(), Plain())
-"""In order of precedence."""
+"""All launchers, in order of precedence."""
 
 
 def detect(environ: Mapping[str, str] = os.environ) -> World:
@@ -292,7 +298,7 @@ def _tasks_per_node(read: _Reader, name: str) -> list[int]:
 
 
 class _Reader:
-    """Reads environment variables, remembers which ones it read, and raises an error that names a bad one."""
+    """Reads environment variables and remembers which ones it read. An invalid value raises an error that names it."""
 
     def __init__(self, environ: Mapping[str, str], launcher: str, advice: str) -> None:
         self.environ = environ
@@ -331,7 +337,7 @@ def _checked(read: _Reader, world: World) -> World:
             f"{world.size} ({names}); {read.advice}"
         )
     for name, value in (("WORLD_SIZE", world.size), ("RANK", world.rank)):
-        # sbatch scripts often export WORLD_SIZE alone: harmless if it agrees, a wrong run if it does not.
+        # sbatch scripts often export WORLD_SIZE alone. A wrong value would lead to a wrong run.
         if read.environ.get(name, str(value)) != str(value):
             raise UserError(f"{name}={read.environ[name]}, but {world.launcher} set {value}; unset {name}")
     accelerate = _accelerate_variables(read.environ)
@@ -349,7 +355,7 @@ def _first(environ: Mapping[str, str], *names: str) -> str:
 
 
 def _accelerate_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns accelerate's variables without its compiler settings, which it always sets."""
+    """Returns accelerate's variables, without those for its compiler settings, which accelerate always sets."""
     names = (name for name in sorted(environ) if name.startswith("ACCELERATE_"))
     return {name: environ[name] for name in names if not name.startswith("ACCELERATE_DYNAMO_")}
 

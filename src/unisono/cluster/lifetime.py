@@ -1,7 +1,8 @@
 """Ensures that no process of a run outlives its parent, even after kill -9.
 
-A process asks the kernel to kill it when its parent dies. A rank does so before it imports torch, which takes seconds
-in which its launcher may die; a loader worker does so as soon as it starts. Linux only; a no-op on other systems.
+A process asks the kernel to kill it when its parent dies. A rank does so before it imports torch, because the import
+takes seconds and its launcher may die meanwhile. A loader worker does so as soon as it starts. This works only on
+Linux; on other systems, the functions here do nothing.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ _PR_SET_PDEATHSIG = 1
 def die_with_parent() -> None:
     """Ends this process when the process that started it ends, however that happens.
 
-    Call it in ranks and workers that unisono started, never in a process that the user started, which may be meant to
-    outlive its shell. Trap: the kernel watches the *thread* that forked, so a process that calls this must be started
-    from a thread that lives as long as the process is needed.
+    Call it in ranks and workers that unisono started, never in a process that the user started, because the user may
+    want it to outlive the shell. The kernel watches the *thread* that forked the process, not the parent process. So a
+    process that calls this function must be started from a thread that lives as long as the process is needed.
     """
     if sys.platform != "linux":
         return
@@ -45,7 +46,7 @@ def die_with_parent() -> None:
 def flush_streams() -> None:
     """Flushes stdout and stderr if they are open."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # AttributeError: closed before python began
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # AttributeError: closed before Python started
             stream.flush()
 
 
@@ -56,16 +57,17 @@ def end_process(status: int) -> NoReturn:
     makes the interpreter abort.
     """
     flush_streams()
-    if threading.active_count() == 1 and "torch" not in sys.modules:  # torch's threads are not in Python's count
+    if threading.active_count() == 1 and "torch" not in sys.modules:  # Python does not count torch's threads
         sys.exit(status)
     atexit._run_exitfuncs()
     os._exit(status)
 
 
 def start_loader_worker(worker_id: int) -> None:
-    """For `DataLoader(worker_init_fn=...)`: the worker dies with its rank and ignores stop signals."""
+    """Makes a loader worker die with its rank and ignore stop signals; pass it to `DataLoader(worker_init_fn=...)`."""
     die_with_parent()
-    # Ctrl-C reaches the whole foreground group; a worker that died of it would prevent the last checkpoint.
+    # Ctrl-C reaches the whole foreground process group. If it killed a worker, the rank could not finish its step and
+    # save.
     for name in ("SIGINT", "SIGUSR1", "SIGHUP"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""How a rank ended: done, stopped, user error, failed, crashed or out of memory.
+"""Records how a rank ended: done, stopped, user error, failed, crashed or out of memory.
 
 Each rank writes its outcome to `outcome_rank<r>.json` in the job folder before it exits (`write`; the caller is
 `engine/start/rank.py`). It exits with status 0 after a good end, also after a stop, because torch's elastic agent
@@ -37,7 +37,7 @@ _EXIT_CODES: dict[Kind, int] = {
     "done": EXIT_DONE,
 }  # in order of precedence
 _FILE = re.compile(r"outcome_rank(\d+)\.json")
-# Errors that a rank reports when a peer died: true, but not the cause.
+# Messages of errors that a rank raises because a peer died. They are not the cause of a failure.
 _PEER_DIED = re.compile(
     r"closed by peer|reset by peer|broken pipe|pair closure|ncclRemoteError|ncclSystemError"
     r"|remote process (has )?(exited|terminated)|remote server shutdown|failed to recv, got 0 bytes"
@@ -51,8 +51,8 @@ _PEER_DIED = re.compile(
 class Outcome:
     """How one rank ended.
 
-    `done` and `stopped` (by a signal, with a checkpoint) are good ends; `user_error` and `failed` end the run; after
-    `crashed` and `out_of_memory` the launcher restarts all ranks from the last checkpoint.
+    `done` and `stopped` (by a signal, with a checkpoint) are good ends. `user_error` and `failed` end the run. After
+    `crashed` and `out_of_memory`, the launcher restarts all ranks from the last checkpoint.
     """
 
     kind: Kind
@@ -60,7 +60,7 @@ class Outcome:
     rank: int = 0
     step: int | None = None
     traceback: str = ""
-    # Wall clock, because it is comparable between machines; a monotonic clock starts at boot.
+    # Uses the wall clock, which is comparable between machines; a monotonic clock starts at boot.
     time: float = field(default_factory=time.time)
 
     @property
@@ -75,7 +75,7 @@ class Outcome:
 
     @property
     def is_counted(self) -> bool:
-        """Whether a restart after it counts towards max_restarts; not if the next attempt needs less memory."""
+        """Whether a restart after this outcome counts towards max_restarts. After out_of_memory it does not."""
         return self.kind != "out_of_memory"
 
     @property
@@ -84,7 +84,7 @@ class Outcome:
         return self.kind == "crashed" and _PEER_DIED.search(self.message) is not None
 
     def describe(self) -> str:
-        """Returns one line: which rank, at which step, what happened."""
+        """Describes in one line what happened on which rank at which step."""
         if self.kind == "user_error":
             return self.message
         where = f"rank {self.rank}" if self.step is None else f"rank {self.rank}, step {self.step}"
@@ -107,13 +107,13 @@ def read_all(job_folder: Path) -> list[Outcome]:
         if _FILE.fullmatch(path.name):
             values = json.loads(path.read_text())
             if values["kind"] not in get_args(Kind):
-                raise ValueError(f"{path} holds an unknown kind of outcome: {values['kind']!r}")
+                raise ValueError(f"{path} contains an unknown kind of outcome: {values['kind']!r}")
             outcomes.append(Outcome(**values))
     return sorted(outcomes, key=lambda outcome: outcome.rank)
 
 
 def set_aside(job_folder: Path, ranks: Collection[int], attempt: int) -> None:
-    """Renames the outcomes of an attempt, so that the next attempt starts without any."""
+    """Renames the outcome files of an attempt, so that the next attempt starts without any."""
     for rank in ranks:
         path = _path(job_folder, rank)
         if path.exists():
@@ -129,13 +129,13 @@ def exit_code(outcomes: Sequence[Outcome], ranks: Collection[int]) -> int:
 
 
 def first_cause(outcomes: Sequence[Outcome]) -> Outcome | None:
-    """Returns the earliest failure, if possible one that does not merely report another rank's death."""
-    bad = [outcome for outcome in outcomes if not outcome.is_good]
-    return min(bad, key=lambda outcome: (outcome.blames_a_peer, outcome.time), default=None)
+    """Returns the earliest failure, preferring failures that do not merely report another rank's death."""
+    failures = [outcome for outcome in outcomes if not outcome.is_good]
+    return min(failures, key=lambda outcome: (outcome.blames_a_peer, outcome.time), default=None)
 
 
 def death(rank: int, status: int, moment: float) -> Outcome:
-    """Derives the outcome of a rank that wrote none from its exit status."""
+    """Returns the outcome of a rank that wrote none, derived from its exit status; `moment` is when it died."""
     if status >= 0:
         return Outcome("crashed", f"exited with status {status} without an outcome", rank, time=moment)
     try:

@@ -1,4 +1,4 @@
-"""Functions for training loops that users write themselves: join the processes that a launcher has started."""
+"""Sets up the process group in training loops that users write themselves, under any launcher."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def setup_distributed() -> tuple[int, int, int]:
 
 
 def cleanup_distributed() -> None:
-    """Destroys the process group that `setup_distributed` has initialized."""
+    """Destroys the process group that `setup_distributed` initialized."""
     from unisono.cluster.process_group import leave_process_group
 
     leave_process_group()

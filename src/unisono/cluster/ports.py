@@ -16,7 +16,8 @@ def require_free(port: int, setting: str) -> None:
     families = [socket.AF_INET] + ([socket.AF_INET6] if socket.has_ipv6 else [])
     for family in families:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
-            # Sets the same option as the store's server, so that a port with only TIME_WAIT connections counts as free.
+            # Sets the same option as the TCPStore's server, so that a port counts as free if all of its connections are
+            # in TIME_WAIT.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind(("", port))
@@ -29,13 +30,13 @@ def require_free(port: int, setting: str) -> None:
 
 
 def port_in_use(port: int, setting: str) -> UserError:
-    """Returns the error for a port that is in use."""
-    holder = _holder(port)
-    by = f" by {holder}" if holder else ""
+    """Returns the error for a port that is in use; `setting` is the setting or variable that chose the port."""
+    process = _listening_process(port)
+    by = f" by {process}" if process else ""
     return UserError(f"port {port} ({setting}) is already in use{by}; choose another port or end that process")
 
 
-def _holder(port: int) -> str | None:
+def _listening_process(port: int) -> str | None:
     inodes = set()
     for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
         try:

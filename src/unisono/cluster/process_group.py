@@ -37,15 +37,15 @@ while a collective's timeout fires on a healthy peer (and NCCL's prints pages of
 _GLOO_RELEASE_S = 0.05
 
 _attempt = ""  # the name of this attempt; set by `join_process_group`
-_hosted: list[TCPStore] = []  # keeps the server alive until rank 0 exits: other ranks may still query it
+_hosted: list[TCPStore] = []  # keeps the server alive until rank 0 exits, because other ranks may still query it
 
 
 def join_process_group(
     world: World, device: torch.device, *, alone: bool = False, timeout_s: float = 600.0, backend: Backend = "auto"
 ) -> GroupBackend:
-    """Creates the process group of the run; returns how its ranks communicate when all of them have joined.
+    """Creates the process group of the run once all ranks have joined; returns how they communicate.
 
-    A run of one process creates none unless `alone` is set (ddp and fsdp need one). `timeout_s` limits how long a rank
+    A run of one process has no group unless `alone` is set (ddp and fsdp need one). `timeout_s` limits how long a rank
     waits for the others to join; collectives have their own timeout (`COLLECTIVE_TIMEOUT`).
     """
     global _attempt
@@ -56,7 +56,7 @@ def join_process_group(
             backend, on_gpu=on_gpu, gpus_are_shared=gpus_are_shared, rank=world.rank, num_nodes=world.num_nodes
         )
 
-    choice = chosen(gpus_are_shared=False)  # raises before this rank waits for the others
+    choice = chosen(gpus_are_shared=False)  # if the backend cannot be used, raises before this rank waits for others
     if world.size == 1:
         if alone:
             dist.init_process_group(choice.name, store=HashStore(), rank=0, world_size=1)
@@ -75,7 +75,7 @@ def join_process_group(
     own_store = PrefixStore(name, store)
     if choice.uses_nccl:
         choice = chosen(_gpus_are_shared(own_store, world, device))
-    os.environ.update(choice.forced)  # NCCL reads them when it creates its first communicator
+    os.environ.update(choice.forced)  # NCCL reads these variables when it creates its first communicator
     for variable, value in choice.defaults.items():
         os.environ.setdefault(variable, value)
     dist.init_process_group(
@@ -99,14 +99,14 @@ def leave_process_group(*, together: bool = False) -> None:
         with contextlib.suppress(Exception):
             if together:
                 dist.all_reduce(torch.zeros(1))
-            # A gloo thread releases the tensors of the last collective and needs the GIL for it. Destroying the group
-            # before that deadlocks: it waits for the thread while it holds the GIL.
+            # A gloo thread needs the GIL to release the tensors of the last collective. Destroying the group earlier
+            # would deadlock, because destroy_process_group holds the GIL while it waits for that thread.
             time.sleep(_GLOO_RELEASE_S)
             dist.destroy_process_group()
 
 
 def open_store(world: World, name: str, timeout_s: float) -> Store:
-    """Opens a second connection to this attempt's store for another thread; a blocking call blocks its whole client."""
+    """Opens another connection to this attempt's store for a thread, because a blocking call blocks its connection."""
     store = TCPStore(
         world.master_addr,
         world.master_port,
@@ -119,7 +119,7 @@ def open_store(world: World, name: str, timeout_s: float) -> Store:
 
 def _gpus_are_shared(store: Store, world: World, device: torch.device) -> bool:
     """Whether two ranks use the same GPU. All ranks get the same answer."""
-    # Compares UUIDs: if a scheduler shows each rank only one GPU, every rank's GPU is cuda:0.
+    # Compares UUIDs, because every rank's GPU is cuda:0 if a scheduler shows each rank only one GPU.
     store.set(f"gpu/{world.rank}", str(torch.cuda.get_device_properties(device).uuid))
     uuids = store.multi_get([f"gpu/{rank}" for rank in range(world.size)])
     return len(set(uuids)) < world.size

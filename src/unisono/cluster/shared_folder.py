@@ -1,4 +1,4 @@
-"""Checks before training that all machines see the same output folder; otherwise the first save would fail."""
+"""Checks before training that all machines see the same output folder. Otherwise the first save would fail."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ def check_shared(path: str | Path, world: World, agreement: Agreement, timeout_s
         return
     target = Path(os.path.abspath(path))
     token: Path | None = None
-    where: tuple[int, str] | None = None
+    location: tuple[int, str] | None = None  # of the token: number of levels above the target, and file name
     if world.is_main:
         levels, nearest = next((i, each) for i, each in enumerate((target, *target.parents)) if each.is_dir())
         try:
             handle, name = tempfile.mkstemp(prefix=".unisono-shared-", dir=nearest)
             os.close(handle)
-            token, where = Path(name), (levels, Path(name).name)
+            token, location = Path(name), (levels, Path(name).name)
         except OSError:
             pass  # creating the run folder will raise a better error
     try:
-        where = agreement.broadcast(where)
-        # Uses this machine's own path: the same folder may be mounted under another name here.
-        sees = where is None or _becomes_visible([target, *target.parents][where[0]] / where[1], timeout_s)
-        blind = [machine for machine, visible in agreement.all_gather((world.node, sees)) if not visible]
+        location = agreement.broadcast(location)
+        # Uses this machine's own path, because the same folder may be mounted under another name here.
+        visible = location is None or _becomes_visible([target, *target.parents][location[0]] / location[1], timeout_s)
+        without = [machine for machine, is_visible in agreement.all_gather((world.node, visible)) if not is_visible]
     finally:
         if token is not None:
             token.unlink(missing_ok=True)
-    if blind:
+    if without:
         raise UserError(
-            f"output_dir {path} is not the same folder on machine {blind[0]} as on machine 0; "
+            f"output_dir {path} is not the same folder on machine {without[0]} as on machine 0; "
             "a run on several machines needs one on a file system that all of them share"
         )
 

@@ -1,13 +1,13 @@
 """Receives requests to stop, in each rank.
 
-Signal handlers only set a flag. The training loop reads it at the point of a step where all ranks agree, so a request
-to one rank stops all of them at the same step, with a checkpoint. SIGINT, SIGTERM, SIGUSR1 and SIGHUP (unless it is
-ignored, as under nohup) are requests, regardless of the sender and of the launcher. In addition:
+Signal handlers only set a flag. The training loop reads the flag at the point of a step where all ranks agree, so a
+request to one rank stops all ranks at the same step, with a checkpoint. SIGINT, SIGTERM, SIGUSR1 and SIGHUP (unless it
+is ignored, as under nohup) are requests, regardless of the sender and of the launcher. In addition:
 
 - Under unisono's launcher the request also arrives as the file `stop` in the job folder, which a thread of each rank
   polls. Each rank leads its own session, so Ctrl-C and a scheduler's signal may reach only the launcher. The launcher
   never sends SIGTERM; before a restart, it kills the remaining ranks with SIGKILL.
-- In a single process a second Ctrl-C stops it at once.
+- A single process stops at once on a second Ctrl-C.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STOP_FILE = "stop"
 """Name of the file in the job folder that asks the ranks to stop; it contains the name of the signal."""
 
 SAME_PRESS_S = 0.25
-"""Seconds; signals closer together are one request: wrappers such as `uv run` repeat what the terminal sent."""
+"""Signals at most this many seconds apart count as one: wrappers such as `uv run` repeat the terminal's signal."""
 
 _POLL_S = 0.2
 before_exit: list[Callable[[], None]] = []
@@ -61,7 +61,7 @@ def stop_before_start() -> None:
 
     if threading.current_thread() is threading.main_thread():
         for signum in stop_signals():
-            if signum != signal.SIGINT:  # which raises KeyboardInterrupt
+            if signum != signal.SIGINT:  # SIGINT keeps raising KeyboardInterrupt
                 signal.signal(signum, end)
 
 
@@ -137,24 +137,25 @@ class BetweenCalls:
 
     Enter it before a `StopRequest`, which takes over during each call and restores these handlers afterwards. It
     handles only signals that would end the process: Ctrl-C still raises KeyboardInterrupt, and the user's own handlers
-    stay. The request waits for the next call; `on_signal` may act on it at once. A second signal ends the process.
+    stay installed. The next call reads the request, unless `on_signal` acts on it at once. A second signal ends the
+    process.
     """
 
     def __init__(self, stop: StopRequest, on_signal: Callable[[], bool]) -> None:
         """`on_signal` returns False if no further call will read the request."""
         self._stop, self._on = stop, on_signal
-        self._taken: list[signal.Signals] = []
+        self._handled: list[signal.Signals] = []
 
     def __enter__(self) -> BetweenCalls:
         if threading.current_thread() is threading.main_thread():
-            self._taken = [each for each in stop_signals() if signal.getsignal(each) is signal.SIG_DFL]
-            for signum in self._taken:
+            self._handled = [each for each in stop_signals() if signal.getsignal(each) is signal.SIG_DFL]
+            for signum in self._handled:
                 signal.signal(signum, self._on_signal)
         return self
 
     def __exit__(self, *error: type[BaseException] | BaseException | TracebackType | None) -> None:
         if threading.current_thread() is threading.main_thread():
-            for signum in self._taken:
+            for signum in self._handled:
                 if signal.getsignal(signum) == self._on_signal:
                     signal.signal(signum, signal.SIG_DFL)
 

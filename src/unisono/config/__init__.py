@@ -1,7 +1,7 @@
-"""Typed configuration: defaults < the recipe's defaults < YAML or JSON files < flags.
+"""Typed configuration from four sources: defaults, the recipe's defaults, YAML or JSON files, and flags.
 
-Fields are declared once, as dataclasses, and form one flat namespace for users. A field's type parses its text, so the
-same text gives the same value on the command line and in a file.
+Later sources override earlier ones. Fields are declared once, as dataclasses, and form one flat namespace for users. A
+field's type parses its text, so the same text gives the same value on the command line and in a file.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The base class of config dataclasses that users create in Python, and checks of single fields."""
+"""The base class of config dataclasses that users create in Python, and functions that check single fields."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class _InitSignature:
 
 
 class ConfigClass:
-    """Base class of config dataclasses in the Python API: converts from and to dictionaries and files, checks names."""
+    """Base class of config dataclasses in the Python API. Reads dictionaries and files, and checks the field names."""
 
     __signature__ = _InitSignature()
 
@@ -31,12 +31,12 @@ class ConfigClass:
         return super().__new__(cls)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns all fields, in types that JSON and YAML support."""
+        """Returns all fields as a dictionary, in types that JSON and YAML support."""
         return asdict(self)  # type: ignore[call-overload,no-any-return]
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Creates a config from fields by name."""
+        """Creates a config from a mapping of field names to values."""
         cls._check_names(values)
         return cls(**values)
 

@@ -1,7 +1,7 @@
-"""The settings of a run, read from dataclasses.
+"""Reads the fields that define the settings of a run from dataclasses.
 
-A field is declared once: name, type and default in a dataclass, and its documentation as the string literal below it. A
-dataclass inside a dataclass is a group for --help; users set its fields like all others, without a prefix.
+A field is declared once: its name, type and default in a dataclass, and its documentation as the string literal below
+it. A dataclass inside a dataclass forms a group in --help. Users set its fields like all others, without a prefix.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from unisono.errors import RecipeError
 
 @dataclass(frozen=True)
 class Field:
-    """One setting."""
+    """A setting: its name, type, default and documentation."""
 
     name: str
     annotation: Any
@@ -30,9 +30,9 @@ class Field:
     """dataclasses.MISSING if the field is required."""
     doc: str
     group: str
-    """Title of the group in --help."""
+    """Title of the group under which --help lists the field."""
     owner: str
-    """Class that declares the field."""
+    """Name of the class that declares the field."""
 
     @property
     def required(self) -> bool:
@@ -41,7 +41,7 @@ class Field:
 
 
 def fields_of(cls: type, group_title: str | None = None) -> list[Field]:
-    """Returns all fields of a dataclass and of the dataclasses in it, in order."""
+    """Returns all fields of a dataclass and of the dataclasses inside it, in order of declaration."""
     return _fields_of(cls, group_title or _title(cls), MISSING)
 
 
@@ -62,7 +62,7 @@ def fields_by_name(classes: Sequence[type]) -> dict[str, Field]:
 
 
 def with_aliases(fields: Mapping[str, Field], aliases: Mapping[str, str]) -> dict[str, Field]:
-    """Returns the fields by all their names."""
+    """Returns the fields by name and by alias; `aliases` maps each alias to a name."""
     named = dict(fields)
     for alias, name in aliases.items():
         if name not in fields:
@@ -71,7 +71,7 @@ def with_aliases(fields: Mapping[str, Field], aliases: Mapping[str, str]) -> dic
             )
         if alias in fields:
             raise RecipeError(
-                f"aliases: {alias} cannot be an alias of {name}, it is a setting of {fields[alias].owner}"
+                f"aliases: {alias} cannot be an alias of {name}, because it is a setting of {fields[alias].owner}"
             )
         named[alias] = dataclasses.replace(fields[name], name=alias)
     return named
@@ -98,24 +98,24 @@ def _fields_of(cls: type, title: str, instance: Any) -> list[Field]:
         if name in groups:
             fields += _fields_of(groups[name], _title(groups[name]), default)
             continue
-        where = f"{cls.__qualname__}.{name}"
+        qualified_name = f"{cls.__qualname__}.{name}"
         if not supported(hints[name]):
             raise RecipeError(
-                f"{where}: a setting cannot have the type {declared.type}; "
+                f"{qualified_name}: a setting cannot have the type {declared.type}; "
                 "use int, float, str, bool, Path, Literal, Enum, list, tuple, dict[str, ...] or a union of these"
             )
         if default is not MISSING:
             try:
                 default = coerce(hints[name], default)
             except Mismatch as error:
-                raise RecipeError(f"{where}: the default does not fit the type: {error}") from None
+                raise RecipeError(f"{qualified_name}: the default does not fit the type: {error}") from None
         doc = docs.get(name) or declared.metadata.get("help", "")
         fields.append(Field(name, hints[name], default, doc, title, cls.__qualname__))
     return fields
 
 
 def _hints(cls: type) -> dict[str, Any]:
-    # A subclass without the decorator would silently lose the fields it adds.
+    # The fields that a subclass without the decorator adds would silently be lost.
     bare = inspect.get_annotations(cls) and "__dataclass_fields__" not in vars(cls)
     if not dataclasses.is_dataclass(cls) or bare:
         raise RecipeError(f"{getattr(cls, '__qualname__', cls)} is not a dataclass; write @dataclass above it")
@@ -123,7 +123,7 @@ def _hints(cls: type) -> dict[str, Any]:
         hints = get_type_hints(cls)
     except (NameError, AttributeError, TypeError, SyntaxError) as error:
         raise RecipeError(
-            f"{cls.__qualname__}: the type of a field cannot be found ({error}); "
+            f"{cls.__qualname__}: the type of a field is not defined ({error}); "
             "define or import it at the top of the file, outside `if TYPE_CHECKING`"
         ) from None
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
@@ -134,7 +134,7 @@ def _title(cls: type) -> str:
     if cls.__name__ == "Config" and owner and not owner.endswith("<locals>"):
         return owner.rpartition(".")[2]  # users know MyRecipe.Config as MyRecipe
     doc = (vars(cls).get("__doc__") or "").strip()
-    # dataclasses uses the signature as the docstring of a class without one.
+    # For a class without a docstring, the decorator @dataclass sets the signature as the docstring.
     return cls.__name__ if not doc or doc.startswith(f"{cls.__name__}(") else doc.splitlines()[0].rstrip(".")
 
 
@@ -146,14 +146,14 @@ def _docs(cls: type) -> dict[str, str]:
             continue
         try:
             docs |= _docs_in(inspect.getsource(module)).get(base.__qualname__, {})
-        except (OSError, TypeError, SyntaxError):  # a notebook, or a file that changed after it was imported
+        except (OSError, TypeError, SyntaxError):  # defined in a notebook, or in a file that changed after the import
             continue
     return docs
 
 
 @lru_cache
 def _docs_in(source: str) -> dict[str, dict[str, str]]:
-    """Returns class -> field -> documentation; parses each file once, unlike inspect.getsource(cls) per class."""
+    """Returns the documentation of each field, by class. Parses a file only once, unlike inspect.getsource(cls)."""
     docs: dict[str, dict[str, str]] = {}
 
     def visit(node: ast.AST, path: str) -> None:

@@ -1,7 +1,7 @@
 """Reads config files (YAML or JSON) and writes YAML.
 
-Unquoted scalars become `RawText`, which the field's type parses later; only null, lists and mappings keep their YAML
-meaning. A duplicate key is an error, because YAML readers disagree about which value counts.
+Unquoted scalars become `RawText`, which the field's type parses later. Only null, lists and mappings keep their YAML
+meaning. A duplicate key is an error, because YAML readers disagree about which of its values to use.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ def read_file(path: Path) -> Mapping[Any, Any]:
         raise ConfigError(f"config file {path} is nested too deeply") from None
     except ValueError as error:
         raise ConfigError(f"config file {path}, {error}") from None
-    if content is None:  # everything commented out
+    if content is None:  # for instance because every line is commented out
         return {}
     if not isinstance(content, Mapping):
-        raise ConfigError(f"config file {path} must hold a mapping of fields to values, such as `batch_size: 4`")
+        raise ConfigError(f"config file {path} must contain a mapping of fields to values, such as `batch_size: 4`")
     return content
 
 
 def _read_text(path: Path) -> str:
-    # Non-blocking, because opening a pipe would wait forever.
+    # Opens without blocking, because opening a pipe would wait forever.
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise ConfigError(f"config file {path} is not a regular file")
@@ -130,7 +130,7 @@ def _read_json(text: str) -> Any:
         return content
 
     try:
-        # Numbers stay text too: the field's type decides whether 1e999 or NaN is valid.
+        # Numbers stay text as well, because the field's type decides whether 1e999 or NaN is valid.
         return json.loads(
             text, object_pairs_hook=unique, parse_int=RawText, parse_float=RawText, parse_constant=RawText
         )
@@ -176,7 +176,7 @@ def _dumper() -> Any:
             return True
 
     def text(dumper: Any, value: str) -> Any:
-        # Only double quotes allow escapes; in PyYAML's default style, line breaks such as U+0085 become spaces.
+        # In PyYAML's default style, line breaks such as U+0085 become spaces; only double quotes allow escapes.
         quotes = isinstance(value, _Quoted) or not value.isprintable()
         return dumper.represent_scalar("tag:yaml.org,2002:str", str(value), style='"' if quotes else None)
 
@@ -190,7 +190,7 @@ def _dumper() -> Any:
 
 
 class _Quoted(str):
-    """Text that is written in quotes, so that reading it back does not give an unquoted scalar."""
+    """Text that the dumper writes in quotes, so that it is not read back as an unquoted scalar."""
 
 
 def _quoted(value: Any) -> Any:

@@ -1,6 +1,6 @@
 """Parses the flags of settings: `--batch-size 4`, `--batch_size=4`, `--no_deterministic`, `--betas 0.9 0.99`.
 
-Every value stays text here; the field's type parses it later, in the same way as a scalar of a config file.
+Values stay text here. The field's type parses them later, in the same way as a scalar of a config file.
 """
 
 from __future__ import annotations
@@ -13,16 +13,19 @@ from unisono.config.values import RawText, describe, did_you_mean, shown, takes
 from unisono.errors import ConfigError
 
 SIMILAR = 0.7
-"""How similar a known name must be to an unknown one to be suggested; `log_with` is not a typo for `width`."""
+"""Minimum similarity (0 to 1) of a name that is suggested for an unknown one: `width` is too unlike `log_with`."""
 
 Explain = Callable[[str, Mapping[str, Field], str], str]
-"""Returns the end of the error for an unknown name, or "": (name, fields, "--" for a flag) -> "; use …"."""
+"""A function that returns the end of the error message for an unknown name, such as "; use …", or "".
+
+Its arguments are the name, the fields, and the prefix of the name: "--" for a flag, "" for a key in a file.
+"""
 
 
 def parse_flags(
     flags: Sequence[str], fields: Mapping[str, Field], explain: Explain | None = None
 ) -> Iterator[tuple[str, Any]]:
-    """Yields the name of each field and its text, in the order on the command line."""
+    """Yields the field name and the text of each flag, in the order of the command line."""
     remaining = list(reversed(flags))
     while remaining:
         argument = remaining.pop()
@@ -44,14 +47,14 @@ def parse_flags(
 
 def _value(field: Field, values: list[str] | None, remaining: list[str]) -> Any:
     if takes(field.annotation, dict):
-        raise ConfigError(f"{field.name}: a mapping can only be set in a config file, not with --{field.name}")
+        raise ConfigError(f"--{field.name}: its value is a mapping, which can only be set in a config file")
     if values is None:
         values = _take_values(field, remaining)
     return RawText(values[0]) if len(values) == 1 else [RawText(value) for value in values]
 
 
 def _take_values(field: Field, remaining: list[str]) -> list[str]:
-    """Consumes the values of the flag. An argument with a single dash is a value (-3)."""
+    """Removes the flag's values from `remaining` and returns them. An argument with a single dash (-3) is a value."""
     many = takes(field.annotation, list, tuple)
     values: list[str] = []
     while remaining and not remaining[-1].startswith("--") and (many or not values):

@@ -1,4 +1,4 @@
-"""Flags of other trainers, each with unisono's equivalent setting or with advice what to do instead.
+"""Maps flags of other trainers to unisono's equivalent setting, or to advice on what to use instead.
 
 The names are those of HF Trainer and the diffusers examples, accelerate, Lightning, kohya's sd-scripts and
 musubi-tuner, and DiffSynth-Studio, as spelled in their argument parsers.
@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Collection
 
 _RENAMED: dict[str, tuple[str, ...]] = {
-    # ours: theirs
+    # setting of unisono -> its names in other trainers
     "num_epochs": ("epochs", "num_train_epochs", "max_train_epochs", "max_epochs"),
     "max_steps": ("max_train_steps", "num_steps", "total_steps", "train_steps", "iterations"),
     "batch_size": ("train_batch_size", "per_device_train_batch_size", "per_gpu_train_batch_size", "micro_batch_size"),
@@ -75,18 +75,18 @@ _RENAMED: dict[str, tuple[str, ...]] = {
 
 _SHARDS = "to train a model that does not fit, use --strategy fsdp (with --fsdp_cpu_offload) or a LoRA"
 _TRACKERS = "every run writes metrics.jsonl and, with --tensorboard, TensorBoard files; no other tracker is supported"
-_EIGHT_BIT = "weights in 8 or 4 bit are not supported; " + _SHARDS
+_EIGHT_BIT = "--base_precision stores frozen weights in 8 or 4 bit; trained weights stay in 32 bit; " + _SHARDS
 _CACHED = "latents and embeddings are cached by default (--cache_dir, --no_cache)"
 _SIZES = "samples keep their proportions (--max_pixels), or all have one size (--height, --width)"
 _DEEPSPEED = "DeepSpeed is not supported; --strategy fsdp shards weights, gradients and optimizer state"
-_STATE = "every checkpoint holds optimizer state and position in the data; run the same command again to resume"
+_STATE = "every checkpoint contains optimizer state and data position; run the same command again to resume"
 _BY_STEPS = "evaluations, previews and checkpoints are counted in steps (--eval_every, --preview_every, --save_every)"
 _HUB = "unisono does not upload anything; `unisono export` writes a folder that you can upload"
 _REPEATS = "every sample is used once per epoch; train longer with --num_epochs or --max_steps"
 
 _ANSWERS: dict[str, tuple[str, ...]] = {
-    # unisono's answer, and the flags that get it
-    "blocks wait in page-locked host memory with --blocks_on_host; " + _SHARDS: (
+    # advice -> the flags of other trainers to which it applies
+    "--blocks_on_host stores blocks in host memory; " + _SHARDS: (
         *("use_pinned_memory_for_block_swap", "offload_inactive_dit", "offload_models"),
         *("enable_model_cpu_offload", "cpu_offload_split_threshold", "img_in_txt_in_offloading"),
     ),
@@ -117,7 +117,7 @@ _ANSWERS: dict[str, tuple[str, ...]] = {
     "write --mixed_precision bf16": ("bf16", "full_bf16"),
     "write --mixed_precision fp16": ("fp16", "full_fp16"),
     "weights are float32 (--dtype), and the computation is in 16 bit (--mixed_precision)": ("dit_dtype", "torch_dtype"),
-    "the warm-up is counted in steps: --warmup_steps": ("warmup_ratio",),
+    "set the warm-up as a number of steps with --warmup_steps": ("warmup_ratio",),
     "use --ema_decay; 0 turns the moving average off": ("use_ema", "ema", "ema_model"),
     "use --lr_scaling linear": ("scale_lr",),
     "use --best_mode max or min": ("greater_is_better",),
@@ -128,7 +128,7 @@ _ANSWERS: dict[str, tuple[str, ...]] = {
         *("evaluation_strategy", "logging_strategy", "sample_at_first", "validation_epochs", "save_last_n_epochs"),
     ),
     _HUB: ("push_to_hub", "hub_model_id", "hub_token", "huggingface_repo_id"),
-    "name the run by its folder: --output_dir": ("output_name", "save_model_as", "save_precision", "training_comment"),
+    "name the run folder with --output_dir": ("output_name", "save_model_as", "save_precision", "training_comment"),
     "put the settings into a YAML file and pass it with --config": ("dataset_config", "config_file", "sample_config"),
     "the model is defined by the files in --model_path": (
         "task",
@@ -137,8 +137,8 @@ _ANSWERS: dict[str, tuple[str, ...]] = {
         "dit_in_channels",
     ),
     "a LoRA is trained with --lora_rank": ("network_module", "network_args", "use_lora", "network_train_unet_only"),
-    "all trained weights have one --learning_rate": ("text_encoder_lr", "train_text_encoder"),
-    "set the optimizer by --learning_rate, --weight_decay, --beta1, --beta2 and --epsilon": ("optimizer_args",),
+    "--learning_rate applies to all trained weights": ("text_encoder_lr", "train_text_encoder"),
+    "set optimizer arguments with --learning_rate, --weight_decay, --beta1, --beta2 and --epsilon": ("optimizer_args",),
     "noise levels are sampled according to --sigma_sampling, --logit_mean, --logit_std, --mode_scale and --shift": (
         *("sigmoid_scale", "min_timestep", "max_timestep", "num_timestep_buckets", "preserve_distribution_shape"),
         *("min_snr_gamma", "snr_gamma", "noise_offset"),
@@ -158,9 +158,9 @@ _ANSWERS: dict[str, tuple[str, ...]] = {
 _COMMAND_FLAGS = ("config", "step")  # flags of `unisono train` and `unisono export` that are not settings
 
 FOREIGN: dict[str, str] = {theirs: ours for ours, names in _RENAMED.items() for theirs in names}
-"""Flags of other trainers, and the equivalent setting."""
+"""unisono's setting for each flag of another trainer that has an equivalent."""
 ANSWERS: dict[str, str] = {theirs: answer for answer, names in _ANSWERS.items() for theirs in names}
-"""Flags of other trainers without an equivalent setting, and what to do instead."""
+"""Advice for each flag of another trainer that has no equivalent setting."""
 
 
 def foreign_answer(
@@ -168,7 +168,8 @@ def foreign_answer(
 ) -> str:
     """Returns what to use instead of a flag of another trainer or another recipe; empty for an unknown name.
 
-    `settings` are those of the current recipe; `recipes_with` returns the built-in recipes that have a setting.
+    `settings` are the settings of the current recipe. `recipes_with` returns the built-in recipes that have a given
+    setting. `prefix` is "--" for a flag and "" for a key in a file.
     """
     answer = ANSWERS.get(name)
     if answer is not None and set(re.findall(r"--(\w+)", answer)) <= {*settings, *_COMMAND_FLAGS}:

@@ -1,4 +1,4 @@
-"""The part of `--help` that lists all fields, by group, with type, default and documentation."""
+"""Formats the part of `--help` that lists all fields, by group, with type, default and documentation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TYPE_NAMES = {int: "int", float: "float", str: "text", bool: "true|false", Path
 def help_text(
     classes: Sequence[type], recipe_defaults: Mapping[str, Any], aliases: Mapping[str, str] | None = None
 ) -> str:
-    """Returns the list of all fields and their aliases, as wide as the terminal."""
+    """Returns the list of all fields and their aliases, wrapped to the width of the terminal (at most 120)."""
     import shutil
 
     width = min(shutil.get_terminal_size().columns, 120)

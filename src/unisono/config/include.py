@@ -1,4 +1,4 @@
-"""Config files that include others: `include: base.yaml`, or a list of files, all read before the file's own keys.
+"""Reads config files that include others: `include: base.yaml`, or a list of files. The file's own keys override these.
 
 An include is searched for in the folder of the file that names it and then in the folders above, because users write
 paths relative to the project: in config/model/wide.yaml, `include: config/model/base.yaml` means the file in the same
@@ -32,11 +32,11 @@ class Entry:
     place: str
     """The file that contains the key."""
     order: int
-    """Entries of later files have a higher order and win."""
+    """Number of the file in reading order; if two files set the same field, the higher number wins."""
 
 
 def read_with_includes(path: Path) -> dict[str, Entry]:
-    """Returns the keys of a file and its includes, with underscores for hyphens; the file's own keys win."""
+    """Returns the keys of a file and its includes, with underscores for hyphens. Its own keys take precedence."""
     entries: dict[str, Entry] = {}
     read: list[Path] = []
     _read(path, (), read, entries)
@@ -53,7 +53,8 @@ def _read(path: Path, chain: tuple[Path, ...], read: list[Path], entries: dict[s
             raise ConfigError(f"config file {path} includes itself: {cycle}; remove one of these includes")
         _read(included, chain, read, entries)
     read.append(real)
-    if len(read) > _MOST_FILES:  # a chain of files that each include the next one twice is read 2 x 2 x 2 ... times
+    # In a chain of files that each include the next one twice, the last file would be read 2 x 2 x 2 ... times.
+    if len(read) > _MOST_FILES:
         raise ConfigError(f"config file {chain[0]} includes more than {_MOST_FILES} files; include each of them once")
     place = str(path) if len(chain) == 1 else _short(real)
     for name, (key, value) in _by_name(content, place).items():
@@ -105,7 +106,7 @@ def _file(path: Path) -> Path | None:
     try:
         real = path.resolve()
         return real if real.is_file() else None
-    except (OSError, RuntimeError):  # a name that is too long, a cycle of symlinks
+    except (OSError, RuntimeError):  # the name is too long, or there is a cycle of symlinks
         return None
 
 

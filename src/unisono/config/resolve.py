@@ -1,4 +1,4 @@
-"""Resolves every setting to one value from all possible sources, and records the source."""
+"""Determines the value of every setting from its possible sources, and records which source supplied it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _EMPTY: Mapping[str, Any] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class _Assignment:
-    """A value assigned to a field under one of its names."""
+    """A value that a file, a flag or a Python caller assigns to a field, under one of its names."""
 
     name: str
     value: Any
@@ -37,7 +37,7 @@ class Resolved:
 
     values: dict[str, Any]
     sources: dict[str, str]
-    """"default", "recipe", "file" or "flag"; with_values may add others."""
+    """The source of each value: "default", "recipe", "file" or "flag", or a source that `with_values` recorded."""
     fields: Mapping[str, Field] = dataclasses.field(repr=False, compare=False)
 
     def build(self, cls: type[T]) -> T:
@@ -60,7 +60,7 @@ class Resolved:
         return self.sources[name] in ("file", "flag")
 
     def with_values(self, source: str, /, **changes: Any) -> Resolved:
-        """Returns a copy with these values, which have this source."""
+        """Returns a copy with `changes` applied; `source` is recorded as the source of these values."""
         return self._layer(source, _assignments(changes, self.fields, source))
 
     def to_json(self) -> dict[str, Any]:
@@ -69,7 +69,7 @@ class Resolved:
 
     @classmethod
     def from_json(cls, classes: Sequence[type], data: Mapping[str, Any]) -> Resolved:
-        """Reads what to_json wrote; fields that did not exist then have their default."""
+        """Reads the result of `to_json`. A field that did not exist when it was written has its default."""
         values, sources = data.get("values"), data.get("sources")
         if not isinstance(values, Mapping) or not isinstance(sources, Mapping):
             raise ConfigError("not a stored configuration: `values` or `sources` is missing")
@@ -79,12 +79,12 @@ class Resolved:
         return resolved._complete()
 
     def _layer(self, source: str, assignments: Iterable[_Assignment], aliases: Mapping[str, str] = _EMPTY) -> Resolved:
-        """Returns a copy with these assignments applied; the last assignment to a field wins."""
+        """Returns a copy with these assignments applied. The last assignment to a field takes precedence."""
         values, sources = dict(self.values), dict(self.sources)
         applied: dict[str, tuple[_Assignment, Any]] = {}
         for new in assignments:
             field = aliases.get(new.name, new.name)
-            # Errors use the name that the user wrote.
+            # Error messages show the name that the user wrote, which may be an alias.
             value = _coerced(dataclasses.replace(self.fields[field], name=new.name), new.value, new.origin)
             old, old_value = applied.get(field, (new, value))
             if old.order == new.order and old.name != new.name and old_value != value:
@@ -122,9 +122,9 @@ def resolve(
     """Resolves every field of the dataclasses: defaults < recipe_defaults < file < flags < overrides.
 
     Later files override earlier ones. `overrides` are the settings that a Python caller passes in place of flags.
-    `aliases` are further names of fields, valid in all of these. `translate` converts the keys of a file to fields;
-    `file_keys` are the names and types of keys that only `translate` understands, which are flags too. `explain`
-    returns the end of the error message for an unknown name.
+    `aliases` maps further names to fields; they are valid in all sources. `translate` converts the keys of a file to
+    fields. `file_keys` maps the keys that only `translate` understands to their types; they are valid as flags too.
+    `explain` returns the end of the error message for an unknown name.
     """
     resolved = with_recipe_defaults(classes, recipe_defaults)
     names = with_aliases(resolved.fields, aliases)
@@ -134,7 +134,7 @@ def resolve(
     for path in [file] if isinstance(file, Path) else file or ():
         before, in_file = resolved, list(_from_file(path, names, translate, explain))
         resolved = resolved._layer("file", in_file, aliases)
-        # A default value in a file does not count as set explicitly: a printed config contains all defaults.
+        # A default value in a file does not count as set by the user, because a printed config contains all defaults.
         changed = {aliases.get(each.name, each.name) for each in in_file}
         unchanged = {n for n in changed & before.values.keys() if before.values[n] == resolved.values[n]}
         sources = resolved.sources | {name: before.sources[name] for name in unchanged}
@@ -147,7 +147,7 @@ def resolve(
 
 
 def with_recipe_defaults(classes: Sequence[type], recipe_defaults: Mapping[str, Any]) -> Resolved:
-    """Resolves only the defaults; required fields are still missing."""
+    """Resolves only the defaults. Required fields have no value yet."""
     resolved = _defaults(classes)
     try:
         return resolved._layer("recipe", _assignments(recipe_defaults, resolved.fields, "the recipe's defaults"))
@@ -182,7 +182,7 @@ def _as_fields(keys: Mapping[str, Any]) -> dict[str, Field]:
 def _translated(
     assignments: list[_Assignment], names: Mapping[str, Field], translate: Translate | None, place: str
 ) -> list[_Assignment]:
-    """Translates keys that are not fields; an assignment to the field itself wins over a translated one."""
+    """Translates keys that are not fields. An assignment to the field itself takes precedence over a translated one."""
     foreign = {each.name: each.value for each in assignments if each.name not in names}
     if not foreign or translate is None:
         return assignments

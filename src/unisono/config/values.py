@@ -1,8 +1,8 @@
 """Converts a value to the type of its field.
 
 YAML guesses the type of an unquoted scalar (`no` is False, `1e-4` is text, `12:30:45` is a number, `1.10` is 1.1), and
-a shell passes only text. Here the field's type decides: it parses unquoted scalars and command-line arguments, which
-arrive as `RawText`; values that already have a type are only checked. `coerce` reads back what `jsonable` wrote.
+a shell passes only text. Here the field's type decides instead: it parses unquoted scalars and command-line arguments,
+which arrive as `RawText`. Values that already have a type are only checked. `coerce` inverts `jsonable`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 _NONE = ("none", "null")
 _SIMPLE = {int: "a whole number", float: "a number", str: "text", bool: "true or false", Path: "a path"}
-# In a union the strictest type parses a text first; `str`, which accepts everything, comes last.
+# The types of a union try to parse a text in this order, the strictest first; `str` accepts everything and comes last.
 _STRICTNESS: dict[Any, int] = {Literal: 0, Enum: 0, types.NoneType: 1, int: 3, float: 4, bool: 5, Path: 7, str: 8}
 
 
@@ -37,7 +37,7 @@ class Mismatch(ValueError):
 
 
 def coerce(annotation: Any, value: Any) -> Any:
-    """Returns the value as the annotated type; raises Mismatch."""
+    """Converts a value to the annotated type; raises Mismatch if it does not fit."""
     kind = _kind(annotation)
     if kind is Union:
         return _coerce_union(annotation, value)
@@ -92,12 +92,12 @@ def members(annotation: Any) -> tuple[Any, ...]:
 
 
 def takes(annotation: Any, *kinds: Any) -> bool:
-    """Whether a value may have one of these types (bool, list, ...)."""
+    """Whether a field with this annotation accepts values of one of these types (bool, list, ...)."""
     return any(_kind(member) in kinds for member in members(annotation))
 
 
 def text_is_ambiguous(annotation: Any) -> bool:
-    """Whether a scalar means something else in quotes than without (`none` for `str | None`)."""
+    """Whether quotes change the meaning of a scalar, as in `none` for `str | None`."""
     kind = _kind(annotation)
     if kind in (list, tuple, dict):
         return not get_args(annotation) or any(text_is_ambiguous(arg) for arg in get_args(annotation))
@@ -135,7 +135,7 @@ def describe(annotation: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """Returns the value for an error message, on one line of limited length."""
+    """Formats a value for an error message, on one line of at most 80 characters."""
     text = " ".join(repr(value).split())
     return text if len(text) <= 80 else text[:77] + "..."
 
@@ -167,7 +167,7 @@ def _read_int(value: Any) -> int:
     except ValueError:
         from decimal import Decimal
 
-        number = Decimal(value)  # not float: 1e23 must be exactly 10**23
+        number = Decimal(value)  # a float would be inexact, and 1e23 must be exactly 10**23
         if number != number.to_integral_value() or number.adjusted() > 30:
             raise
         return int(number)
@@ -193,7 +193,7 @@ def _read_bool(value: Any) -> bool:
 
 def _read_str(value: Any) -> str:
     if isinstance(value, str):
-        return str.__str__(value)  # for an Enum with text values, the value instead of the name
+        return str.__str__(value)  # str() of an Enum member with a text value would return its name
     # In Python users write `gpus=2` and `output_dir=Path(...)`.
     if isinstance(value, os.PathLike) or (isinstance(value, int) and not isinstance(value, bool)):
         return str(value)
@@ -215,7 +215,7 @@ def _coerce_union(annotation: Any, value: Any) -> Any:
     is_text = isinstance(value, str) and not isinstance(value, RawText)
 
     def strictness(member: Any) -> int:
-        # Quoted text, and text from JSON or Python, stays text: '5' for `int | str`, 'none' for `str | None`.
+        # Quoted text, and text from JSON or Python, stays text: '5' is not a number for `int | str`.
         return 2 if is_text and member in (str, Path) else _STRICTNESS.get(_kind(member), 6)
 
     options = [member for member in members(annotation) if not (member is Path and str in members(annotation))]

@@ -1,1 +1,1 @@
-"""Turns positions in the sample stream into micro-batches: sample order, loading, noise."""
+"""Turns positions in the sample stream into micro-batches: determines the sample order, loads samples, draws noise."""

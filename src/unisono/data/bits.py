@@ -1,9 +1,9 @@
-"""Random bits as a pure function of a key and a counter.
+"""Computes random bits as a pure function of a key and a counter.
 
-Everything random about a sample comes from here: its position in the order and its noise. There is no generator state
-to save, seed or advance. The functions are plain integer tensor operations, so CPU and CUDA give the same bits (torch's
-own generators do not), and they can be compiled and captured. The integer functions use operators only and also accept
-int64 numpy arrays: for the few positions of a batch, numpy is ten times faster.
+The sample order and the noise of a sample are derived from these bits, so there is no generator state to save, seed or
+advance. The functions consist of integer tensor operations. CPU and CUDA therefore give the same bits, unlike torch's
+own generators, and the functions can be compiled and captured in a CUDA graph. Those that use only operators also
+accept int64 numpy arrays, which are ten times faster for the few positions of a batch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Integers = TypeVar("Integers", bound=Any)  # an int64 torch.Tensor or numpy.ndar
 
 
 class Purpose(IntEnum):
-    """The purpose of random numbers: the first part of every key, so that no two purposes share numbers."""
+    """What random numbers are used for. It is the first part of every key, so no two purposes share numbers."""
 
     ORDER = 1
     NOISE = 2
@@ -36,7 +36,7 @@ _SECOND = 0x94D049BB133111EB
 
 
 def _signed(value: int) -> int:
-    """The int64 with the same 64 bits."""
+    """Returns the int64 with the same 64 bits."""
     value &= (1 << 64) - 1
     return value - (1 << 64) if value >> 63 else value
 
@@ -45,26 +45,26 @@ _GOLDEN_S, _FIRST_S, _SECOND_S = _signed(_GOLDEN), _signed(_FIRST), _signed(_SEC
 
 
 def _shift_right(x: Integers, places: int) -> Integers:
-    # Signed integers have only an arithmetic shift; the mask removes the copies of the sign bit.
+    # Signed integers have only an arithmetic shift, which copies the sign bit; the mask removes the copies.
     return (x >> places) & ((1 << (64 - places)) - 1)  # type: ignore[no-any-return]
 
 
 def mix(x: Integers) -> Integers:
-    """A bijection of 64-bit integers in which every input bit changes about half of the output bits (splitmix64)."""
+    """Applies splitmix64, a bijection of 64-bit integers in which each input bit affects half of the output bits."""
     x = (x ^ _shift_right(x, 30)) * _FIRST_S
     x = (x ^ _shift_right(x, 27)) * _SECOND_S
     return x ^ _shift_right(x, 31)  # type: ignore[no-any-return]
 
 
 def random_bits(key: Tensor | int, counter: Tensor) -> Tensor:
-    """64 random bits for each (key, counter) pair; the two broadcast against each other."""
-    # Two rounds that both use the key: after one round, different keys would give the same sequence from different
-    # starting points, and with 10^9 samples some would overlap.
+    """Returns 64 random bits for each pair of key and counter; the two tensors are broadcast against each other."""
+    # Uses the key in two rounds. With a single round, different keys would give the same sequence from different
+    # starting points, and with 10^9 samples some of these would overlap.
     return mix(mix(counter * _GOLDEN_S + key) + key)
 
 
 def key_of(*parts: int) -> int:
-    """Combines several integers into a 64-bit key, on the host."""
+    """Combines several integers into a 64-bit key. Works on Python integers."""
     key = 0
     for part in parts:
         key = (key + part + 1) * _GOLDEN & ((1 << 64) - 1)
@@ -75,11 +75,11 @@ def key_of(*parts: int) -> int:
 
 
 def keys_for(key: int, values: Integers) -> Integers:
-    """Derives one key for each value."""
+    """Derives a key for each value from a common key."""
     return mix(values * _GOLDEN_S + key) ^ _SECOND_S  # type: ignore[no-any-return]
 
 
 def to_unit(bits: Tensor, dtype: torch.dtype) -> Tensor:
-    """Uniform numbers in [0, 1) from random bits, exact in `dtype` (24 bits for float32, 53 for float64)."""
+    """Converts random bits to uniform numbers in [0, 1), with 24 random bits for float32 and 53 for float64."""
     places = 53 if dtype == torch.float64 else 24
     return _shift_right(bits, 64 - places).to(dtype) * 2.0**-places

@@ -1,7 +1,7 @@
-"""The micro-batches of a rank, as positions in the sample stream.
+"""Determines the micro-batches of a rank, as positions in the sample stream.
 
-They are a pure function of the position at which the stream starts. So the training process, each of its loader workers
-and a worker that replaces a dead one can all compute them.
+The micro-batches are a pure function of the position at which the stream starts. So the training process, each of its
+loader workers and a worker that replaces a dead one can all compute them.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from unisono.data.order import Strides, num_micro_batches, share_of, split
 from unisono.data.shapes import Group, Shapes, deal
 
-_SEARCHED = 2**18  # number of positions among which a trial looks for the most expensive samples
+_SEARCHED = 2**18  # number of positions in which a trial searches for the most expensive samples
 
 
 @dataclass(frozen=True)
 class Chunk:
     """The positions of one micro-batch of one rank."""
 
-    positions: Sequence[int]  # a range, unless its global batch has samples of several shapes
-    last: bool  # of its step
-    is_dummy: bool  # no sample is left for this rank, so it computes another rank's sample with weight 0
+    positions: Sequence[int]  # a range, unless the global batch has samples of several shapes
+    last: bool  # whether it is the last micro-batch of its step
+    is_dummy: bool  # whether this rank has no sample left and computes another rank's sample with weight 0
     global_batch: Sequence[int]  # all positions of the step, in the order in which they replace unreadable samples
     shape: Hashable = None  # shape of its samples, if the dataset has shapes
 
@@ -40,7 +40,7 @@ class Cursor:
     epoch: int | None = None  # samples per epoch, if no step may continue into the next epoch
 
     def chunks(self) -> Iterator[Chunk]:
-        """This rank's micro-batches in order; all ranks have the same number of them in a step."""
+        """Yields this rank's micro-batches in order. In each step, all ranks have the same number of micro-batches."""
         start = self.start
         while self.end is None or start < self.end:
             whole = self._step_at(start)
@@ -49,9 +49,9 @@ class Cursor:
             start = whole.stop
 
     def most_at_once(self) -> int:
-        """The size of the micro-batch that needs the most memory in the first step, on any rank.
+        """Returns the number of samples of the first step's micro-batch that needs the most memory, on any rank.
 
-        Micro-batches of one sample cannot be split, so they count only if there are no others.
+        Micro-batches of one sample cannot be split, so they are considered only if there are no others.
         """
         groups = self._groups(self._step_at(self.start))
         if len(groups) < 2:
@@ -68,7 +68,7 @@ class Cursor:
         return [] if self.shapes is None else self.shapes.groups(whole)
 
     def _alike(self, whole: range, groups: Sequence[Group]) -> Iterator[Chunk]:
-        """Micro-batches for datasets whose samples have one shape: contiguous slices."""
+        """Yields micro-batches of a step whose samples all have the same shape: contiguous slices of the positions."""
         shape = groups[0].shape if groups else None
         parts = num_micro_batches(len(whole), self.world, self.micro_batch)
         share = share_of(self.rank, self.world, whole.start, len(whole))
@@ -90,7 +90,7 @@ class Cursor:
 
 @dataclass(frozen=True)
 class TrialCursor(Cursor):
-    """The micro-batches of a trial that checks whether they fit into memory."""
+    """The micro-batches of a trial, which checks before training whether a micro-batch fits into memory."""
 
     def chunks(self) -> Iterator[Chunk]:
         """Yields the most expensive micro-batch twice if samples differ in shape; otherwise the next micro-batches."""
@@ -103,5 +103,5 @@ class TrialCursor(Cursor):
             return
         costliest = max((group.part(0, self.micro_batch) for group in groups), key=lambda group: group.cost)
         whole = self._step_at(self.start)
-        for last in (False, True):  # the second one needs more memory, because the gradients of the first exist
+        for last in (False, True):  # the second pass needs more memory, because gradients of the first one exist
             yield Chunk(costliest.positions, last, False, whole, costliest.shape)

@@ -1,8 +1,8 @@
 """Loads micro-batches.
 
-The stream of micro-batches is a pure function of its start, so loader workers can prefetch, and any number of them
-gives the same batches. Python, numpy and torch are seeded with a sample's position before it is read, so augmentation
-in `Dataset[i]` repeats exactly.
+The stream of micro-batches is a pure function of its start, so loader workers can prefetch, and any number of workers
+gives the same batches. Before each sample is read, Python, numpy and torch are seeded with its position, so random
+augmentation in `Dataset[i]` is repeatable.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class MicroBatch:
     chunk: Chunk
     data: Any
     positions: Sequence[int]  # positions of the samples in `data`, in order
-    is_dummy: bool  # `data` is another micro-batch's sample and counts with weight 0
-    bad: tuple[BadSample, ...] = ()  # bad samples of this chunk; each occurs once across micro-batches and ranks
+    is_dummy: bool  # whether `data` is a sample of another micro-batch, to be used with weight 0
+    bad: tuple[BadSample, ...] = ()  # the chunk's unreadable samples; no other micro-batch or rank reports them
 
 
 class Loader:
@@ -51,7 +51,7 @@ class Loader:
         pin: bool,
         on_worker_death: Callable[[str], None] | None = None,
     ) -> None:
-        """Calls `on_worker_death` with a description when it replaces a worker that died."""
+        """When the loader replaces a worker that died, it calls `on_worker_death` with a description of the death."""
         self._chunks = cursor.chunks()
         self._reader = ChunkReader(dataset, collate, order, settings.max_bad_samples)
         self._pin = pin and settings.pin_memory and torch.accelerator.is_available()
@@ -103,8 +103,8 @@ def to_device(data: Any, device: torch.device, floating: torch.dtype | None = No
 
 
 def positions_tensor(positions: Sequence[int], device: torch.device) -> Tensor:
-    """The positions of a micro-batch as a tensor on the device."""
-    if isinstance(positions, range):  # computed on the device, without a copy
+    """Returns the positions of a micro-batch as a tensor on the device."""
+    if isinstance(positions, range):  # can be computed on the device, without a copy
         return torch.arange(positions.start, positions.stop, device=device)
     tensor = torch.tensor(positions)
     # A copy from pageable memory would synchronize with the device.

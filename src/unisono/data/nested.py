@@ -10,7 +10,10 @@ from torch import Tensor
 
 
 def mapped(data: Any, function: Callable[[Any], Any]) -> Any:
-    """The same nesting with every leaf (a tensor, or anything that is not a container) replaced by function(leaf)."""
+    """Returns a copy of nested containers with each leaf replaced by function(leaf).
+
+    A leaf is a tensor, or anything else that is not a container.
+    """
     if isinstance(data, Tensor):
         return function(data)
     if isinstance(data, dict):
@@ -25,7 +28,7 @@ def mapped(data: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def leaves(data: Any) -> Iterator[Any]:
-    """The leaves in the order in which `mapped` visits them."""
+    """Yields the leaves in the order in which `mapped` visits them."""
     if isinstance(data, Tensor):
         yield data
     elif isinstance(data, dict):

@@ -1,7 +1,8 @@
-"""Random numbers per sample.
+"""Draws random numbers that belong to samples.
 
-A row of a draw is a function of (seed, position of the sample in the stream, number of the draw) only: not of the rank,
-the micro-batch or the device. So a sample gets the same noise on every rank and device, and each time it is computed.
+A draw has one row per sample. The row depends only on the seed, the position of the sample in the stream and the number
+of the draw, and not on the rank, the micro-batch or the device. So a sample gets the same noise wherever and whenever
+it is computed.
 """
 
 from __future__ import annotations
@@ -23,30 +24,31 @@ class Noise:
         self._draws = first_draw
 
     def _bits(self, shape: tuple[int, ...]) -> Tensor:
-        """Random bits for the next draw, of shape [batch, *shape]."""
+        """Returns random bits for the next draw, of shape [batch, *shape]."""
         rows = keys_for(key_of(Purpose.NOISE, self._seed, self._draws), self._positions)
         self._draws += 1
         counter = torch.arange(math.prod(shape), device=self._positions.device)
         return random_bits(rows[:, None], counter[None, :]).view(len(self._positions), *shape)
 
     def uniform(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Uniform numbers in [0, 1), of shape [batch, *shape]."""
+        """Draws uniform numbers in [0, 1), of shape [batch, *shape]."""
         dtype = dtype or torch.get_default_dtype()
         return to_unit(self._bits(shape), _compute_type(dtype)).to(dtype)
 
     def normal(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Standard normal numbers, of shape [batch, *shape]."""
+        """Draws standard normal numbers, of shape [batch, *shape]."""
         dtype = dtype or torch.get_default_dtype()
         compute = _compute_type(dtype)
         bits = self._bits(shape)
-        # Box-Muller: the high half gives the radius, the low half the angle. Adding 0.5 avoids log(0).
+        # The Box-Muller transform: the high half of the bits gives the radius, the low half the angle. Adding 0.5
+        # avoids log(0).
         radius = torch.sqrt(-2 * torch.log((((bits >> 32) & 0xFFFFFFFF).to(compute) + 0.5) * 2.0**-32))
         angle = (bits & 0xFFFFFFFF).to(compute) * (2 * math.pi * 2.0**-32)
         return (radius * torch.cos(angle)).to(dtype)
 
     def integers(self, low: int, high: int, *shape: int) -> Tensor:
-        """Uniform integers from low to high - 1, of shape [batch, *shape]."""
-        # 63 random bits modulo a range below 2^31: the bias is under 2^-32.
+        """Draws uniform integers from low to high - 1, of shape [batch, *shape]."""
+        # The bias of 63 random bits modulo a range below 2^31 is under 2^-32.
         return low + ((self._bits(shape) & (2**63 - 1)) % (high - low))
 
 

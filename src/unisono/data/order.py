@@ -1,8 +1,8 @@
 """The order in which a run reads its data.
 
-A run reads one endless stream of samples. Position p is in epoch p // n, and each epoch is a different permutation of
-the whole dataset. So seed and position determine the sample: there is nothing to save but an integer and nothing to
-shuffle in memory, and every rank and worker computes the same order.
+A run reads one endless stream of samples. For a dataset of n samples, position p is in epoch p // n, and each epoch is
+a different permutation of the whole dataset. So the seed and the position determine the sample. A checkpoint stores
+only an integer, nothing is shuffled in memory, and every rank and worker computes the same order.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ class Order:
     seed: int
     shuffle: bool = True
     data_size: int | None = None
-    """Size of the dataset if epochs omit some samples (different ones each time); None if they omit none."""
+    """Size of the dataset if an epoch omits some of its samples (each epoch omits others); None if it omits none."""
 
     def __getitem__(self, position: int) -> int:
-        """The dataset index of the sample at `position`."""
+        """Returns the dataset index of the sample at `position`."""
         return int(self.indices(np.array([position]))[0])
 
     def epoch(self, position: int) -> int:
-        """The epoch of `position`, counted from 0."""
+        """Returns the epoch of `position`, counted from 0."""
         return position // self.num_samples
 
     def indices(self, positions: Integers) -> Integers:
-        """The dataset indices of the samples at `positions` (int64, numpy or torch on any device)."""
+        """Returns the dataset indices of the samples at `positions` (int64, numpy or torch on any device)."""
         offsets = positions % self.num_samples
         size = self.data_size or self.num_samples
         if not self.shuffle or size == 1:
@@ -48,10 +48,10 @@ class Order:
 
 
 def _permute(offsets: Integers, size: int, keys: Integers) -> Integers:
-    """A keyed permutation of range(size), evaluated only at `offsets`: constant memory at any size.
+    """Returns a keyed permutation of range(size), evaluated only at `offsets`, so memory does not depend on the size.
 
-    A Feistel network permutes the next power of two. Applying it repeatedly until the value is in range(size) (cycle
-    walking) restricts it to a permutation of range(size) (Black and Rogaway 2002).
+    A Feistel network permutes range(p) for the next power of two, p. Applying the network again until the value is in
+    range(size) (cycle walking) restricts it to a permutation of range(size) (Black and Rogaway 2002).
     """
     bits = (size - 1).bit_length()
     low_bits = (bits + 1) // 2
@@ -74,19 +74,19 @@ def _permute(offsets: Integers, size: int, keys: Integers) -> Integers:
 
 @dataclass(frozen=True)
 class Strides:
-    """Samples per step: a global batch, or fewer in the last step of an epoch if steps may not cross epochs."""
+    """The number of samples in each step: a global batch, or fewer at an epoch's end if steps must not cross it."""
 
     global_batch: int
     epoch: int | None = None
     """Samples per epoch, if a step ends with its epoch; None if a step continues into the next epoch."""
 
     def end(self, start: int) -> int:
-        """The first position after the step that begins at `start`."""
+        """Returns the first position after the step that begins at `start`."""
         stop = start + self.global_batch
         return stop if self.epoch is None else min(stop, (start // self.epoch + 1) * self.epoch)
 
     def after(self, start: int, steps: int) -> int:
-        """The position after `steps` steps from `start`."""
+        """Returns the position after `steps` steps from `start`."""
         if self.epoch is None:
             return start + steps * self.global_batch
         epoch_end = (start // self.epoch + 1) * self.epoch
@@ -97,7 +97,7 @@ class Strides:
         return epoch_end + epochs * self.epoch + rest * self.global_batch
 
     def between(self, start: int, end: int) -> int:
-        """The number of steps from `start` until `end` is reached."""
+        """Returns the number of steps from `start` until `end` is reached."""
         if end <= start:
             return 0
         if self.epoch is None:
@@ -109,7 +109,7 @@ class Strides:
 
 
 def share_of(rank: int, world: int, start: int, count: int) -> range:
-    """The positions of a global batch that `rank` reads: one of `world` contiguous slices, in rank order."""
+    """Returns the positions of a global batch that `rank` reads: one of `world` contiguous slices, in rank order."""
     return range(start + rank * count // world, start + (rank + 1) * count // world)
 
 
@@ -119,6 +119,9 @@ def split(positions: range, parts: int) -> list[range]:
 
 
 def num_micro_batches(count: int, world: int, micro_batch: int) -> int:
-    """The number of micro-batches of at most `micro_batch` samples per rank for a global batch of `count` samples."""
+    """Returns the number of micro-batches per rank for a global batch of `count` samples.
+
+    A micro-batch has at most `micro_batch` samples.
+    """
     largest_share = -(-count // world)
     return -(-largest_share // micro_batch)

@@ -1,8 +1,8 @@
 """Copies the next batch to a GPU on a separate CUDA stream, while the GPU computes.
 
-The host launches kernels ahead of the GPU. A copy on the compute stream would wait for all kernels launched before it;
-a copy on a separate stream runs at the same time. A batch's memory can be reused only once the GPU has read it. To
-limit the GPU to three batches, a third batch in flight is copied on the compute stream instead.
+The host launches kernels ahead of the GPU. A copy on the compute stream would wait for all kernels launched before it,
+while a copy on a separate stream runs at the same time. The memory of a batch can be reused only after the GPU has read
+the batch. To keep at most three batches in GPU memory, a third batch in flight is copied on the compute stream instead.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from functools import cache
 import torch
 from torch import Tensor
 
-_LARGE = 2**20  # in bytes; for smaller tensors, switching streams costs more than the copy
+_LARGE = 2**20  # minimum size in bytes; for smaller tensors, switching streams takes longer than the copy
 
 
 def is_worth_prefetching(leaf: Tensor, device: torch.device) -> bool:
-    """Whether to copy a tensor on the prefetch stream: it is a plain tensor, on the host, and large."""
+    """Whether to copy a tensor on the prefetch stream, which is true for large plain tensors on the host."""
     is_plain = type(leaf) is Tensor and leaf.layout is torch.strided and leaf.device.type == "cpu"
     return device.type == "cuda" and is_plain and leaf.nbytes >= _LARGE
 
@@ -44,14 +44,14 @@ class PrefetchStream:
         self._read.record(torch.cuda.current_stream(self._device))
 
     def copied(self, leaf: Tensor, dtype: torch.dtype) -> Tensor:
-        """The tensor on the device, ready for kernels that are launched after this call."""
+        """Returns a copy of the tensor on the device, which kernels launched after this call can use."""
         if not self._is_free:
             return leaf.to(self._device, dtype, non_blocking=True)
         with torch.cuda.stream(self.stream):
             copied = leaf.to(self._device, dtype, non_blocking=True)
         using = torch.cuda.current_stream(self._device)
         using.wait_stream(self.stream)
-        copied.record_stream(using)  # so that the allocator does not reuse its memory while it is being read
+        copied.record_stream(using)  # tells the allocator not to reuse the memory while kernels read it
         return copied
 
 

@@ -1,8 +1,9 @@
 """Reads the samples of a micro-batch, each with its own seed, and skips those that cannot be read.
 
-A sample that raises is read once more with the same seed, after a short pause: files on a network may be unavailable
-for a moment. The pause grows while successive samples fail. A sample that raises again is returned as a `BadSample`,
-and the micro-batch consists of the others. All ranks together decide what to do about bad samples, not the loader.
+If reading a sample raises, it is read once more with the same seed, after a short pause, because files on a network may
+be unavailable for a moment. The pause grows while successive samples fail. If the second attempt raises too, the sample
+is returned as a `BadSample`, and the micro-batch consists of the others. The loader does not decide what to do about
+bad samples; all ranks decide that together.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from unisono.formatting import shorten
 
 _LOOK_AHEAD = 1024  # number of positions whose indices one numpy call computes, to amortize the overhead of the call
 _PAUSE_S, _LONGEST_PAUSE_S = 0.1, 1.0  # seconds before the second attempt
-_MOST_PAUSES_S = 3.0  # total seconds since the last readable sample; waiting longer does not help
+_MOST_PAUSES_S = 3.0  # maximum total of the pauses since the last readable sample; waiting longer does not help
 _ERROR_LENGTH, _TRACEBACK_LINES = 300, 12
 _MIN_SUBSTITUTES = 64  # number of samples to try before the whole dataset counts as unreadable
 _NOT_THE_SAMPLES_FAULT = (MemoryError, torch.OutOfMemoryError)
@@ -38,9 +39,9 @@ class BadSample:
     """A sample that could not be read in two attempts."""
 
     position: int
-    index: int  # in the dataset
-    error: str  # in one line
-    traceback: str  # its last lines
+    index: int  # index in the dataset
+    error: str  # the exception and its location, in one line
+    traceback: str  # the last lines of the traceback
 
     def __str__(self) -> str:
         return f"sample {self.index} (position {self.position}): {self.error}"
@@ -73,20 +74,20 @@ class ChunkReader:
         self, dataset: Dataset[Any], collate: Callable[[list[Any]], Any], order: Order, max_bad_samples: int = 0
     ) -> None:
         self.dataset, self.collate, self.order = dataset, collate, order
-        # One more failure than max_bad_samples ends the run anyway.
+        # After max_bad_samples + 1 failures the run ends anyway.
         self._most_failures = max(_MIN_SUBSTITUTES, max_bad_samples + 1)
         self._cached_indices: tuple[int, list[int]] = (0, [])  # first position, and the indices from that position on
         self._pauses = 0.0, 0  # seconds and number of pauses since the last readable sample
         self.now = LocalValue(-1)
-        """The position being read, or -1; in a worker it is in memory shared with the training process."""
+        """The position that is being read, or -1. In a worker, it is in memory shared with the training process."""
         self.stop = LocalValue(0)
-        """Nonzero if reading must stop; in a worker it is in shared memory too."""
+        """Nonzero if reading must stop. In a worker, it is in memory shared with the training process."""
 
     def __call__(self, chunk: Chunk) -> ReadChunk:
         """Reads a chunk without its bad samples.
 
-        If no readable sample is left, another sample of the same global batch replaces them with weight 0. Only the
-        chunk of a bad sample reports it, so each is counted once across micro-batches and ranks.
+        If the chunk has no readable sample, it gets another sample of the same global batch, with weight 0. A bad
+        sample is reported only with its own chunk, so it is counted once across micro-batches and ranks.
         """
         if chunk.is_dummy:
             return self._substitute(chunk, ())
@@ -103,7 +104,7 @@ class ChunkReader:
         return ReadChunk(self._collated(items, positions), positions if bad else chunk.positions, False, tuple(bad))
 
     def index(self, position: int) -> int:
-        """The dataset index of the sample at `position`."""
+        """Returns the dataset index of the sample at `position`."""
         first, indices = self._cached_indices
         if not first <= position < first + len(indices):
             first, indices = position, self.order.indices(np.arange(position, position + _LOOK_AHEAD)).tolist()
@@ -111,13 +112,13 @@ class ChunkReader:
         return indices[position - first]
 
     def _read(self, position: int) -> Any:
-        """The sample at `position`, or a BadSample after two failures."""
+        """Returns the sample at `position`, or a BadSample after two failures."""
         try:
             return self._good(self._item(position))
         except _NOT_THE_SAMPLES_FAULT:
             raise
         except Exception:
-            pass  # retry outside of this block: the error's traceback keeps the first attempt's memory alive
+            pass  # retries outside of this block, because the exception's traceback keeps memory of this attempt alive
         self._pause()
         try:
             return self._good(self._item(position))
@@ -134,7 +135,7 @@ class ChunkReader:
         return item
 
     def _pause(self) -> None:
-        """Waits before a second attempt: longer if the previous samples failed too, and not if the loader closes."""
+        """Waits before a second attempt, longer if the previous samples failed too. Stops if the loader closes."""
         waited, number = self._pauses
         seconds = min(_PAUSE_S * 2**number, _LONGEST_PAUSE_S, _MOST_PAUSES_S - waited)
         self._pauses = waited + max(0.0, seconds), number + 1
@@ -157,7 +158,7 @@ class ChunkReader:
             self.now.value = -1
 
     def _substitute(self, chunk: Chunk, bad: tuple[BadSample, ...]) -> ReadChunk:
-        """Another sample of the same global batch, in place of a chunk without readable samples."""
+        """Reads another sample of the same global batch, in place of a chunk without readable samples."""
         tried = set() if chunk.is_dummy else set(chunk.positions)
         first, failures = bad[0] if bad else None, len(bad)
         for position in chunk.global_batch:

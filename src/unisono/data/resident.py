@@ -1,7 +1,8 @@
-"""Datasets that are stored on the device.
+"""Supports datasets that are stored on the device.
 
-A dataset that fits next to the model is not read sample by sample: a micro-batch is gathered on the device by index, in
-a few operations. This needs no workers, no copies from the host and no waiting, and it can be part of a CUDA graph.
+If a dataset fits into the device's memory next to the model, samples need not be read one by one. A few operations on
+the device gather a micro-batch by index. This needs no workers and no copies from the host, the step does not wait for
+data, and the gathering can be part of a CUDA graph.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
 _MICRO_BATCHES_AHEAD = 64  # number of micro-batches whose sample order is copied to the device together
-_MOST_AHEAD = 2**20  # positions
+_MOST_AHEAD = 2**20  # maximum number of these positions
 
 
 @runtime_checkable
@@ -29,17 +30,17 @@ class Resident(Protocol):
     """A map-style dataset that can gather whole batches."""
 
     def __len__(self) -> int:
-        """The number of samples."""
+        """Returns the number of samples."""
 
     def to(self, device: torch.device) -> Resident:
-        """Returns the data on `device`."""
+        """Returns the dataset with its data on `device`."""
 
     def gather(self, indices: Tensor) -> Any:
-        """The samples at `indices` ([batch], int64, on the data's device) as a batch."""
+        """Returns the samples at `indices` ([batch], int64, on the data's device) as a batch."""
 
 
 def is_resident(data: Any) -> TypeIs[Resident]:
-    """Whether a dataset can gather whole batches; a tensor can be a dataset too, but its `gather` is different."""
+    """Whether a dataset can gather whole batches. A tensor cannot, because its `gather` does something else."""
     return isinstance(data, Resident) and not isinstance(data, Tensor)
 
 
@@ -56,7 +57,7 @@ class Rows:
         return self
 
     def with_indices(self, indices: Tensor) -> Rows:
-        """Returns other samples of the same dataset."""
+        """Returns the samples of the same dataset at other indices."""
         return Rows(self._data, indices, self.shape)
 
     def batch(self) -> Any:
@@ -65,12 +66,12 @@ class Rows:
 
 
 def gathered(data: Any) -> Any:
-    """Returns the batch; gathers its samples first if `data` is `Rows`."""
+    """Returns `data` as a batch; if it is `Rows`, gathers the samples."""
     return data.batch() if isinstance(data, Rows) else data
 
 
 class ResidentLoader:
-    """This rank's micro-batches of a resident dataset; copies the sample order to the device well in advance."""
+    """Yields this rank's micro-batches of a resident dataset. Copies the sample order to the device well in advance."""
 
     def __init__(self, data: Resident, order: Order, cursor: Cursor, device: torch.device) -> None:
         self._data, self._order, self._device = data, order, device
@@ -98,7 +99,7 @@ class ResidentLoader:
         return self._indices[begin:end]
 
     def _sent(self, positions: Any) -> Tensor:
-        """The dataset indices of the samples at `positions` (a numpy array), on the device."""
+        """Returns the dataset indices of the samples at `positions` (a numpy array), on the device."""
         indices = torch.from_numpy(self._order.indices(positions))
         if self._device.type == "cuda":
             indices = indices.pin_memory()

@@ -33,11 +33,11 @@ class Shaped(Protocol):
     """
 
     def shape(self, index: int) -> Hashable:
-        """The shape of a sample, without reading it: samples with equal shapes can form a batch."""
+        """Returns the shape of a sample without reading the sample. Samples with equal shapes can form a batch."""
 
 
 def is_shaped(data: Any) -> TypeIs[Shaped]:
-    """Whether a dataset has samples of several shapes; a tensor does not count, because its `shape` is not callable."""
+    """Whether a dataset defines the shapes of its samples. A tensor does not, because its `shape` is not callable."""
     return callable(getattr(data, "shape", None))
 
 
@@ -47,7 +47,7 @@ class Group:
 
     shape: Hashable
     positions: Sequence[int]
-    each: float  # the mean cost of one sample
+    each: float  # mean cost of a sample
 
     @property
     def cost(self) -> float:
@@ -55,7 +55,7 @@ class Group:
         return len(self.positions) * self.each
 
     def part(self, start: int, stop: int) -> Group:
-        """The group with only the positions start..stop-1."""
+        """Returns the group with only the positions start..stop-1."""
         return Group(self.shape, self.positions[start:stop], self.each)
 
 
@@ -67,7 +67,7 @@ class Shapes:
     order: Order
 
     def groups(self, positions: range) -> list[Group]:
-        """The positions by shape: groups in order of their first position, positions in their own order."""
+        """Groups positions by the shape of their samples. Groups are in order of their first position."""
         by_shape: dict[Hashable, tuple[list[int], list[float]]] = {}
         indices = self.order.indices(np.arange(positions.start, positions.stop)).tolist()
         for position, index in zip(positions, indices, strict=True):
@@ -94,23 +94,23 @@ class Shapes:
 
 
 def shapes_of(data: Any, order: Order) -> Shapes | None:
-    """The shapes of the samples of a stream over `data`; None if the dataset does not define shapes."""
+    """Returns the shapes of the samples of a stream over `data`; None if the dataset does not define shapes."""
     return Shapes(data, order) if is_shaped(data) else None
 
 
 def deal(groups: Sequence[Group], world: int, micro_batch: int) -> list[list[Group | None]]:
-    """Assigns the micro-batches of a global batch: a list of turns, each with one micro-batch (or None) per rank.
+    """Forms the micro-batches of a global batch. Returns a list of turns, each with one micro-batch or None per rank.
 
-    Ranks run in lockstep (sharded weights are gathered for every micro-batch), so a turn takes as long as its costliest
-    micro-batch, plus an overhead. With as few turns as possible, some ranks would compute videos while others have only
-    images and wait; a few more turns, in which all ranks compute videos, are often faster.
+    Ranks run in lockstep, because sharded weights are gathered for every micro-batch. So a turn takes as long as its
+    costliest micro-batch, plus an overhead. With as few turns as possible, ranks that compute images would wait for
+    ranks that compute videos. A few more turns, in which all ranks compute videos, are often faster.
     """
-    overhead = min(group.each for group in groups)  # kernel launches and gathering weights in each turn: a rough guess
+    overhead = min(group.each for group in groups)  # rough estimate of kernel launches and weight gathering in a turn
     parts = [-(-len(group.positions) // micro_batch) for group in groups]
     costliest_first = sorted(range(len(groups)), key=lambda number: -_largest(groups[number], parts[number]))
     best, least = list[Group](), math.inf
     for number in (None, *costliest_first[:_MOST_SPREAD]):
-        if number is not None:  # spread this group across all ranks from now on
+        if number is not None:  # spreads this group, and all groups before it in this loop, across all ranks
             parts[number] = min(-(-parts[number] // world) * world, len(groups[number].positions))
         pieces = _split(groups, parts, world)
         turns = [piece.cost for piece in pieces[::world]]
@@ -121,9 +121,9 @@ def deal(groups: Sequence[Group], world: int, micro_batch: int) -> list[list[Gro
 
 
 def _split(groups: Sequence[Group], parts: Sequence[int], world: int) -> list[Group]:
-    """Splits each group into its number of parts; returns the pieces, costliest first.
+    """Splits each group into the given number of parts and returns the pieces, costliest first.
 
-    If ranks would be idle in the last turn, the costliest pieces are split further.
+    If ranks would be idle in the last turn, the groups with the costliest pieces are split into more parts.
     """
     parts = list(parts)
     heap = [(-_largest(group, num), number) for number, (group, num) in enumerate(zip(groups, parts, strict=True))]
@@ -143,13 +143,13 @@ def _split(groups: Sequence[Group], parts: Sequence[int], world: int) -> list[Gr
 
 
 def _largest(group: Group, parts: int) -> float:
-    """The cost of the largest of `parts` parts of a group."""
+    """Returns the cost of the largest of `parts` parts of a group."""
     return -(-len(group.positions) // parts) * group.each
 
 
 def _assign(pieces: Sequence[Group], world: int) -> list[list[Group | None]]:
     """Assigns the pieces of each turn to ranks: the costliest piece to the rank with the lowest cost so far."""
-    # The first rank changes from step to step: otherwise one rank would always get the most expensive samples.
+    # The first rank changes from step to step. Otherwise one rank would always get the most expensive samples.
     first_rank = key_of(min(piece.positions[0] for piece in pieces)) % world
     costs, turns = [0.0] * world, []
     for first in range(0, len(pieces), world):

@@ -1,12 +1,12 @@
 """Loader workers: processes that prefetch a rank's chunks, and are replaced if they die.
 
-torch's DataLoader cannot be used here. Its workers share one queue with locks: if the system kills a worker in the
-middle of a message, or while it holds a lock, the training process waits forever, both in `next` and in shutting down.
-And torch's SIGCHLD handler raises at an arbitrary line of the training process. Here each worker has its own pipe and
-reads every n-th chunk. Its death is noticed when its next chunk is needed, and a new worker starts with that chunk: no
-sample is lost or read twice.
+torch's DataLoader cannot be used here. Its workers share one queue with locks. If the system kills a worker in the
+middle of a message, or while it holds a lock, the training process waits forever, both in `next` and when it shuts
+down. And torch's SIGCHLD handler raises at an arbitrary line of the training process. Here each worker has its own pipe
+and reads every n-th chunk. The training process notices the death of a worker when it needs that worker's next chunk,
+and starts a new worker with that chunk, so no sample is lost or read twice.
 
-The training process sends each worker the number of further chunks that it may read.
+To limit prefetching, the training process sends each worker the number of further chunks that it may read.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from unisono.data.cursor import Chunk, Cursor
 from unisono.data.reading import ChunkReader, ReadChunk, Stopped
 from unisono.errors import RecipeError, TrainingFailed, UnisonoError
 
-_MAX_DEATHS = 3  # consecutive deaths of workers at the same chunk
+_MAX_DEATHS = 3  # number of consecutive worker deaths at the same chunk after which the run ends
 _GRACE_S = 1.0  # seconds for a worker to finish its current sample when the loader closes
 _HINTS: dict[int | None, str] = {
     -signal.SIGKILL: " (by the system, if memory ran out)",
@@ -48,11 +48,11 @@ _HINTS: dict[int | None, str] = {
 
 
 class _WorkerDied(Exception):
-    """A worker ended before it had sent its next chunk."""
+    """A worker ended before it sent its next chunk."""
 
 
 class Workers:
-    """The chunks of a cursor, read by `num_workers` processes."""
+    """Reads the chunks of a cursor in `num_workers` processes."""
 
     def __init__(
         self,
@@ -68,7 +68,8 @@ class Workers:
         self._taken, self._taken_of_step = 0, 0
         self._workers: list[_Worker] = []
         self._pinning: _Pinning | None = None
-        # Creates the folder of the workers' sockets in this process, which removes it at exit: a worker may be killed.
+        # Creates the folder of the workers' sockets in this process, which removes it at exit. A killed worker could
+        # not.
         multiprocessing.util.get_temp_dir()
         try:
             for number in range(num_workers):
@@ -119,8 +120,8 @@ class Workers:
                 self._replace(turn, chunk)
         samples = ", ".join(str(self._reader.index(position)) for position in chunk.positions[:32])
         raise TrainingFailed(
-            f"{text}; {_MAX_DEATHS} workers in a row have died while they read samples {samples}: check these samples "
-            "and the machine's memory; --num_workers 0 reads without workers"
+            f"{text}; {_MAX_DEATHS} workers in a row have died while they read samples {samples}; check these samples "
+            "and the machine's memory, or read without workers (--num_workers 0)"
         )
 
     def _replace(self, turn: int, chunk: Chunk) -> None:
@@ -130,25 +131,25 @@ class Workers:
             self._pinning.join()  # the thread has ended because the worker died
         self._workers[turn].release()
         cursor = replace(self._cursor, start=min(chunk.global_batch))
-        # The new worker prefetches nothing at first: if it dies too, this chunk is the cause and not a later one.
+        # The new worker does not prefetch at first. If it dies too, this chunk is the cause and not a later one.
         self._workers[turn] = _Worker(turn, self._num_workers, self._reader, cursor, self._taken_of_step, ahead=1)
         if self._pinning is not None:
             self._pinning = _Pinning(self._workers, turn)
 
 
 class _Worker:
-    """The training process's side of one worker process."""
+    """Represents one worker process in the training process."""
 
     def __init__(
         self, number: int, num_workers: int, reader: ChunkReader, cursor: Cursor, first: int, ahead: int
     ) -> None:
         self._number, self._ahead = number, ahead
-        self._pipe, theirs = multiprocessing.Pipe()
-        # Shared memory without locks, because a killed worker might hold one.
+        self._pipe, worker_end = multiprocessing.Pipe()
+        # Uses shared memory without locks, because a killed worker might not have released its lock.
         self._stop, self._now = RawValue("b", 0), RawValue("q", -1)
         self._process = multiprocessing.Process(
             target=_work,
-            args=(number, num_workers, reader, cursor, first, theirs, self._stop, self._now),
+            args=(number, num_workers, reader, cursor, first, worker_end, self._stop, self._now),
             name=f"unisono loader worker {number}",
             daemon=True,
         )
@@ -162,12 +163,12 @@ class _Worker:
                 "objects that cannot be pickled in the first call of Dataset[i]"
             ) from error
         finally:
-            theirs.close()  # now only the worker holds this end, so its death closes the pipe
+            worker_end.close()  # now only the worker has this end open, so its death closes the pipe
         self._allow(ahead)
 
     def receive(self) -> Any:
-        """The worker's next result."""
-        # The pipe closes when the worker dies, unless a process that the worker started still holds it.
+        """Waits for the worker's next result and returns it; raises _WorkerDied."""
+        # The pipe closes when the worker dies, unless a process that the worker started still has it open.
         while not self._pipe.poll(1.0):
             if not self._process.is_alive() and not self._pipe.poll(0.0):
                 raise _WorkerDied(self._describe_death())
@@ -185,13 +186,13 @@ class _Worker:
             raise _WorkerDied(self._describe_death()) from error
 
     def delivered(self, prefetch: int) -> None:
-        """Called when training has received a chunk: from now on the worker may be `prefetch` chunks ahead."""
+        """Allows the worker to be `prefetch` chunks ahead. Called when training has received a chunk."""
         self._allow(1 + prefetch - self._ahead)
         self._ahead = prefetch
 
     def ask_to_end(self) -> None:
         self._stop.value = 1
-        self._allow(1)  # wakes it up
+        self._allow(1)  # wakes the worker up
 
     def end(self, deadline: float) -> None:
         """Waits for the process to end, and kills it at `deadline`."""
@@ -210,11 +211,11 @@ class _Worker:
     def _is_alive(self) -> bool:
         """Whether a worker whose pipe has failed is still alive a moment later."""
         self._process.join(1.0)
-        time.sleep(0.02)  # another thread that polls child processes may just be recording the end of this one
+        time.sleep(0.02)  # another thread that polls child processes may still be recording the end of the worker
         return self._process.is_alive()
 
     def _describe_death(self) -> str:
-        if self._is_alive():  # it has closed its pipe and cannot send anything more
+        if self._is_alive():  # the worker has closed its pipe and cannot send anything more
             self._process.kill()
             self._process.join()
         code = self._process.exitcode
@@ -236,7 +237,8 @@ class _Pinning:
     def __init__(self, workers: list[_Worker], turn: int) -> None:
         self._arrived: queue.SimpleQueue[Any] = queue.SimpleQueue()
         device = torch.accelerator.current_device_index()
-        # It never starts a worker: workers die with the thread that started them (see cluster/lifetime.py).
+        # This thread never starts a worker, because workers die with the thread that started them
+        # (cluster/lifetime.py).
         turns = (workers[number % len(workers)] for number in count(turn))
         self._thread = threading.Thread(target=self._run, args=(turns, device), name="unisono pinning", daemon=True)
         self._thread.start()
@@ -253,7 +255,7 @@ class _Pinning:
 
     def _run(self, turns: Iterator[_Worker], device: int) -> None:
         try:
-            torch.set_num_threads(1)  # only for this thread: copying must not compete with training for cores
+            torch.set_num_threads(1)  # affects only this thread, whose copies must not compete with training for cores
             torch.accelerator.set_device_index(device)
             for worker in turns:
                 self._arrived.put(_pinned(worker.receive()))
@@ -265,7 +267,7 @@ class _Pinning:
 
 @dataclass(frozen=True)
 class _Ended:
-    """Why a thread ended; not the exception itself, whose frames would keep a batch and a dead worker in memory."""
+    """The reason why a thread ended. The exception itself would keep a batch and a dead worker in memory."""
 
     error: type[Exception]
     text: str
@@ -287,7 +289,7 @@ def _work(
     stop: Any,
     now: Any,
 ) -> None:
-    """Runs in the worker process: reads every `num_workers`-th chunk, beginning with number `first`, as allowed."""
+    """Runs in the worker process. Reads every `num_workers`-th chunk from number `first` on, once it is allowed to."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the rank's own handler would only set a flag
     start_loader_worker(number)
     torch.set_num_threads(1)
@@ -297,7 +299,7 @@ def _work(
     )
     reader.now, reader.stop = now, stop
     finished: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    # Sends in a thread: a full pipe must not keep the worker from reading the next chunk.
+    # Sends results in a thread, so that a full pipe does not keep the worker from reading the next chunk.
     threading.Thread(target=_send, args=(pipe, finished), daemon=True).start()
     allowed = 0
     try:
@@ -313,14 +315,14 @@ def _work(
 
 
 def _until_error(chunks: Iterator[Chunk]) -> Iterator[Chunk]:
-    """The chunks up to the first error: the dataset's `shape` is user code and may raise."""
-    # The rank computes the same chunks and reports the error when it gets there.
+    """Yields the chunks up to the first error, which the dataset's `shape` may raise because it is user code."""
+    # The rank computes the same chunks and reports the error when it reaches that chunk.
     with suppress(Exception):
         yield from chunks
 
 
 def _packed(reader: ChunkReader, chunk: Chunk, where: str) -> Any:
-    """Reads a chunk and pickles the result; not while sending, because an error there would be lost."""
+    """Reads a chunk and pickles the result. Pickling it while sending would lose errors."""
     try:
         return ForkingPickler.dumps(reader(chunk))
     except UnisonoError as error:

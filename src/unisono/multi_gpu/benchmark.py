@@ -1,4 +1,4 @@
-"""Compares the training speed on all devices with one device, and finds the largest batch that fits."""
+"""Compares the training speed on all devices with that on one device, and finds the largest batch that fits."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from unisono.planning.host import free_host_memory
 
 _LARGEST = 4096
 _PART_OF_HOST = 0.5  # fraction of the host's free memory to use; the rest is for other programs
-_BESIDE_SAVED = 2.0  # factor that adds activation gradients and workspace to the tensors saved for backward
-_STATE_PER_WEIGHT = 4  # copies of each weight: weight, gradient, and Adam's two moments
+_BESIDE_SAVED = 2.0  # factor on the size of the tensors saved for backward, to allow for their gradients and workspace
+_STATE_PER_WEIGHT = 4  # number of tensors of a weight's size: the weight, its gradient, and Adam's two moments
 
 
 class _Repeated(Dataset[Any]):
@@ -55,16 +55,17 @@ def benchmark_multi_gpu_performance(
     steps: int = 20,
     warmup_steps: int = 5,
 ) -> dict[str, Any]:
-    """Trains one copy of the model on all devices and one on a single device; returns time, throughput and memory.
+    """Trains a copy of the model on all devices and another on one device; returns time, throughput and memory.
 
-    Under torchrun every process calls it and gets the same result. It writes no files and does not change the model.
+    Under torchrun every process must call it, and all get the same result. It leaves no files and does not change the
+    model.
     """
     config = config or MultiGPUConfig()
     result = _from_main(_measure(model, dataset, config, loss_fn, steps, warmup_steps))
     one: dict[str, Any] | None = None
     if result["num_devices"] > 1:
         with _without_launcher() as is_main:
-            if is_main:  # the others wait
+            if is_main:  # the other ranks wait in _from_main
                 single = replace(config, strategy="single", num_gpus=min(1, get_gpu_info()["count"]), gpu_ids=None)
                 single = replace(single, world_size=None, rank=None)
                 one = _measure(model, dataset, single, loss_fn, steps, warmup_steps, alone=True)
@@ -79,7 +80,7 @@ def benchmark_multi_gpu_performance(
         measured = "one device was" if num_devices == 1 else f"{num_devices} devices were"
         print(
             f"unisono: {name} is {requested}, but {measured} measured, because this script is one process; start it "
-            f"with torchrun --nproc_per_node={requested} to measure {requested}",
+            f"with torchrun --nproc_per_node={requested} to measure {requested} devices",
             file=sys.stderr,
         )
     return {**result, "single_device": one, "speedup": speedup, "efficiency": speedup / num_devices}
@@ -103,9 +104,9 @@ def _measure(
         trainer = MultiGPUTrainingManager(run).create_trainer(model, _Repeated(dataset, 2**40), loss_fn=loss_fn)
         batch = trainer.get_performance_stats()["global_batch_size"]
         trainer.run_steps(warmup_steps)
-        began = time.perf_counter()
+        started = time.perf_counter()
         trainer.run_steps(steps)
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - started
         stats = trainer.get_performance_stats()
         trainer.close()
     samples = steps * batch
@@ -128,7 +129,7 @@ def _is_main() -> bool:
 
 @contextmanager
 def _without_launcher() -> Iterator[bool]:
-    """Hides the launcher's variables, so that rank 0 can train alone; yields whether this is rank 0."""
+    """Hides the launcher's environment variables, so that rank 0 can train alone; yields whether this is rank 0."""
     hidden = {name: os.environ.pop(name) for name in ("RANK", "WORLD_SIZE", "UNISONO_JOB") if name in os.environ}
     try:
         yield _is_main()
@@ -155,10 +156,10 @@ def get_optimal_batch_size(
     config: MultiGPUConfig | None = None,
     max_batch_size: int = _LARGEST,
 ) -> int:
-    """The largest `batch_size` that fits on each device.
+    """Returns the largest `batch_size` that fits on each device.
 
-    With a `dataset`, the function measures: on a GPU it tries sizes, on the CPU it measures the memory that a forward
-    pass saves per sample. Without a dataset, it computes the size from `memory_per_sample`, in GB (default 0.1).
+    With a `dataset`, it tries batch sizes on a GPU; on the CPU, it measures how much memory a forward pass saves per
+    sample. Without a dataset, it computes the size from `memory_per_sample`, in GB (default 0.1).
     """
     if max_batch_size < 1:
         raise ConfigError(f"max_batch_size: expected at least 1, got {max_batch_size}")
@@ -180,7 +181,7 @@ def get_optimal_batch_size(
 
 
 def _by_trying(model: nn.Module, dataset: Any, loss_fn: Any, config: MultiGPUConfig, largest: int) -> int:
-    """Lets the engine try batch sizes, with weights and optimizer in memory."""
+    """Finds the batch size by trying sizes with the weights and the optimizer state in memory."""
     home = next(model.parameters()).device
     with tempfile.TemporaryDirectory(prefix="unisono-size-") as folder, redirect_stderr(StringIO()):
         settings = {**config.settings, "micro_batch": "auto", "tensorboard": False}
@@ -199,7 +200,7 @@ def _by_trying(model: nn.Module, dataset: Any, loss_fn: Any, config: MultiGPUCon
 
 
 def _saved_per_sample(model: nn.Module, dataset: Any, loss_fn: Any) -> float:
-    """Bytes per sample that autograd saves for the backward pass: those of two samples minus those of one."""
+    """Measures the bytes that autograd saves per sample for backward, as the difference of two samples and one."""
     was_training = model.training
     model.train()
     first = min(2, len(dataset))

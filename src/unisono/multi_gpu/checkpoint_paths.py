@@ -16,7 +16,7 @@ def check_source(path: Path) -> None:
 
 
 def check_target(folder: Path) -> None:
-    """Raises ConfigError if saving a checkpoint to a folder would touch other files."""
+    """Raises ConfigError if saving a checkpoint to a folder would affect other files."""
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         raise ConfigError(
             f"{folder} is a file, but a checkpoint is a folder (safetensors and JSON); choose another name, or move "

@@ -18,7 +18,7 @@ STRATEGIES = {
     "distributed": "ddp",
     "sharded": "fsdp",
 }
-"""Public names of the strategies, and their names in the engine."""
+"""The engine's name of each strategy, by its name in the public API."""
 _ALIASES = {"dp": "dataparallel", "ddp": "distributed", "distributeddataparallel": "distributed", "fsdp": "sharded"}
 
 
@@ -27,35 +27,35 @@ class MultiGPUConfig(ConfigClass):
     """Configures the training of your own model. A field that would have no effect is an error."""
 
     num_gpus: int | None = None
-    """Number of GPUs; None: all free ones, 0: the CPU. If there are fewer, accumulation keeps the effective batch."""
+    """Number of GPUs. None: all free GPUs; 0: the CPU. If there are fewer, accumulation keeps the effective batch."""
     gpu_ids: list[int] | None = None
-    """GPUs to use, by their ids in nvidia-smi and get_gpu_info()."""
+    """Ids of the GPUs to use, as in nvidia-smi and get_gpu_info()."""
     min_memory_gb: float = 4.0
-    """Minimum free memory in GB; GPUs with less are not used."""
+    """Minimum free memory, in GB, of a GPU that is used."""
     strategy: str = "auto"
     """auto, single, dataparallel (one process), distributed (one process per GPU) or sharded (FSDP)."""
     backend: str = "nccl"
-    """Communication backend: nccl between GPUs (CPU ranks always use gloo), or gloo everywhere."""
+    """Communication backend. nccl: NCCL between GPUs (CPU ranks use gloo in any case); gloo: gloo for all ranks."""
     world_size: int | None = None
-    """Number of processes that launch_multi_gpu_training starts, or that you start yourself if `rank` is set."""
+    """Number of training processes. If `rank` is set, you start them; otherwise launch_multi_gpu_training does."""
     rank: int | None = None
-    """Rank of this process, if you start the processes yourself; they connect at master_addr."""
+    """Rank of this process, if you start the processes yourself. They connect to master_addr."""
     local_rank: int | None = None
     """Rank of this process on its machine. Default: rank."""
     master_addr: str = "localhost"
-    """Rendezvous address of processes that you start yourself."""
+    """Rendezvous address of processes that you start yourself, which is the host of rank 0."""
     master_port: str = "12355"
-    """Rendezvous port. launch_multi_gpu_training chooses a free one unless you change this default."""
+    """Rendezvous port. launch_multi_gpu_training chooses a free port unless you change this default."""
     pin_memory: bool = True
-    """Use page-locked host memory, for faster copies to the GPU."""
+    """Load batches into page-locked host memory, from which copies to the GPU are faster."""
     num_workers: int = 4
     """Number of loader workers per training process. It does not affect the result."""
     persistent_workers: bool = True
     """Keep the loader workers alive between epochs, so that they prefetch the next epoch."""
     find_unused_parameters: bool = False
-    """distributed: detect weights that the loss does not depend on (slower)."""
+    """distributed: allow weights that the loss does not depend on, and detect them in every step (slower)."""
     broadcast_buffers: bool = True
-    """distributed: copy buffers (such as batch-norm statistics) from rank 0 in every step."""
+    """distributed: broadcast buffers (such as batch-norm statistics) from rank 0 in every step."""
     bucket_cap_mb: float = 25
     """distributed: size of a gradient bucket, in MB."""
     gradient_as_bucket_view: bool = False
@@ -66,9 +66,9 @@ class MultiGPUConfig(ConfigClass):
     """Not supported, because PyTorch has no such option; True is an error."""
 
     batch_size: int = 32
-    """Samples per GPU and micro-batch; the effective batch is this × GPUs × gradient_accumulation_steps."""
+    """Samples per GPU and micro-batch. The effective batch is batch_size × GPUs × gradient_accumulation_steps."""
     global_batch_size: int | None = None
-    """Samples per optimizer step over all GPUs. Overrides the product above."""
+    """Samples per optimizer step over all GPUs. If it is set, it determines the effective batch."""
     gradient_accumulation_steps: int = 1
     """Micro-batches per optimizer step."""
     learning_rate: float = 1e-3
@@ -76,12 +76,12 @@ class MultiGPUConfig(ConfigClass):
     weight_decay: float = 0.01
     """Weight decay of the default optimizer."""
     grad_clip: float = 0.0
-    """Largest norm of the gradient of the whole model; 0 disables clipping."""
+    """Maximum norm of the model's gradient. A larger gradient is scaled down to this norm. 0: no clipping."""
     mixed_precision: str = "no"
     """Precision of the computation: no (float32), fp16 or bf16."""
     activation_checkpointing: bool | Literal["selective"] = False
-    """Recompute activations in the backward pass instead of keeping them: less memory, more time. "selective": keep the
-    results that are expensive to recompute."""
+    """Recompute activations in the backward pass instead of storing them, which saves memory and takes more time.
+    "selective": store the results that are expensive to recompute."""
     scheduler_interval: str = "epoch"
     """When to step the scheduler: after every epoch or after every step."""
     shuffle: bool = True
@@ -91,18 +91,18 @@ class MultiGPUConfig(ConfigClass):
     title: str | None = None
     """Title of the run in the start-up banner. Default: the name of the model's class."""
     output_dir: str | None = None
-    """Run folder. A run that is started again with the same folder continues where it stopped. Default: runs/…"""
+    """Run folder. If it already contains this run, training continues from its last checkpoint. Default: runs/…"""
     max_restarts: int = 3
-    """How often launch_multi_gpu_training restarts all processes after one has died."""
+    """Maximum number of times that launch_multi_gpu_training restarts all processes after one of them died."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """Further settings by their names in `unisono train --help`, such as {"ema_decay": 0.999}."""
+    """Further settings of `unisono train --help`, by name, such as {"ema_decay": 0.999}."""
 
     def __post_init__(self) -> None:
         self.check()
 
     @classmethod
     def _check_names(cls, names: Iterable[object]) -> None:
-        """Raises ConfigError with the right name if the name comes from another library or is an engine setting."""
+        """Raises ConfigError for an unknown name, and says what to use instead of a name from another library."""
         names, own_names = list(names), {field.name for field in fields(cls)}
         for name in names:
             if name in _FOREIGN:
@@ -112,7 +112,7 @@ class MultiGPUConfig(ConfigClass):
         super()._check_names(names)
 
     def check(self) -> None:
-        """Raises ConfigError for invalid values; also called when a trainer is created, because fields can change."""
+        """Raises ConfigError for invalid values. Creating a trainer checks again, because fields can change."""
         self.strategy = _ALIASES.get(str(self.strategy).lower(), self.strategy)
         check_one_of("strategy", self.strategy, STRATEGIES)
         check_one_of("backend", self.backend, ("nccl", "gloo"))
@@ -128,7 +128,7 @@ class MultiGPUConfig(ConfigClass):
         if self.gpu_ids is not None:
             self._check_ids(self.gpu_ids)
         if self.rank is not None and (self.world_size is None or self.rank >= self.world_size):
-            raise ConfigError(f"rank {self.rank} needs a world_size above it, not {self.world_size}; set both")
+            raise ConfigError(f"rank {self.rank} needs a larger world_size than {self.world_size}; set both")
         port = str(self.master_port)
         if not (port.isascii() and port.isdecimal() and 0 < int(port) < 65536):
             raise ConfigError(f"master_port: expected a port from 1 to 65535, got {self.master_port!r}")
@@ -195,7 +195,7 @@ _FOREIGN = {
     "gradient_checkpointing": "activation_checkpointing",
     "sampler": "determined by shuffle and seed, so that the sample order is the same on any number of GPUs,",
 }
-"""Names in other libraries, and the names here."""
+"""The name here of each option that has another name in other libraries."""
 
 _OWN = {
     **{f.name: f.name for f in fields(MultiGPUConfig)},

@@ -40,7 +40,7 @@ def _described(gpu: Gpu) -> dict[str, Any]:
         "id": gpu.index,
         "name": gpu.name,
         "memory_total": gpu.total_bytes,
-        "memory_allocated": gpu.total_bytes - gpu.free_bytes,  # by all processes
+        "memory_allocated": gpu.total_bytes - gpu.free_bytes,  # memory that all processes together have allocated
         "memory_free": gpu.free_bytes,
         "compute_capability": gpu.capability,
         "utilization": gpu.utilization,
@@ -49,7 +49,7 @@ def _described(gpu: Gpu) -> dict[str, Any]:
 
 
 def select_optimal_gpus(num_gpus: int | None = None, min_memory_gb: float = 4.0) -> list[int]:
-    """The ids of the `num_gpus` GPUs (default: all) with the most free memory, at least `min_memory_gb` each."""
+    """Returns the ids of the `num_gpus` GPUs (default: all) with the most free memory, and at least `min_memory_gb`."""
     MultiGPUConfig(num_gpus=num_gpus, min_memory_gb=min_memory_gb)  # checks the values
     candidates = [gpu for gpu in visible_gpus() if gpu.free_bytes >= min_memory_gb * GB]
     candidates.sort(key=lambda gpu: (-gpu.free_bytes, gpu.utilization or 0, gpu.index))
@@ -66,7 +66,8 @@ def setup_distributed_training(
 ) -> None:
     """Creates the process group with this process as rank `rank` of `world_size`; returns when all ranks have joined.
 
-    Under torchrun or another launcher, the launcher's values apply. `backend` and `local_rank` can be passed as well.
+    Under torchrun or another launcher, the launcher's values are used, and another `rank` or `world_size` is an error.
+    `backend` and `local_rank` can be passed as well.
     """
     config = MultiGPUConfig(
         rank=rank, world_size=world_size, master_addr=master_addr, master_port=str(master_port), **more
@@ -80,7 +81,7 @@ def setup_distributed_training(
     from unisono.settings import Settings
 
     if not dist.is_initialized():
-        # "nccl" here means NCCL where it is possible, as in existing scripts; ranks that share a GPU use gloo.
+        # In this API, "nccl" means NCCL where it is possible, as in existing scripts. Ranks that share a GPU use gloo.
         backend: Backend = "gloo" if config.backend == "gloo" else "auto"
         join_process_group(world, find_placement(world, Settings()).device, alone=True, backend=backend)
 
@@ -104,7 +105,7 @@ def _restore(variables: Mapping[str, str | None]) -> None:
 
 
 def world_for(config: MultiGPUConfig) -> World:
-    """Returns the world of this process: from its launcher, else from the config, else a single process."""
+    """Returns the world of this process, which its launcher or else the config defines; by default a single process."""
     world = detect()
     if world.launcher == "plain" and config.rank is not None and config.world_size is not None:
         local = config.rank if config.local_rank is None else config.local_rank
@@ -124,11 +125,11 @@ class TakenDevices:
     """The devices of a run in this process."""
 
     strategy: str
-    gpus: str  # the engine's setting `gpus`; "0" means the CPU
-    requested: int | None = None  # number of devices in the formula of the effective batch
+    gpus: str  # value of the engine's setting `gpus`; "0" means the CPU
+    requested: int | None = None  # number of requested devices, from which the effective batch is computed
     environ: dict[str, str] | None = None  # environment variables that hide other GPUs from CUDA
     device: str | None = None  # UUID of the GPU to use, if CUDA also sees others
-    lock: GpuLock | None = None  # held as long as this object exists, so that other runs do not use the GPUs
+    lock: GpuLock | None = None  # lock on the GPUs, which lasts as long as this object exists
     remarks: tuple[str, ...] = ()
 
     @contextmanager
@@ -181,7 +182,7 @@ def take_devices(
     uuids = ",".join(gpu.uuid for gpu in choice.gpus) + ","
     if strategy == "dp":
         return TakenDevices(strategy, uuids, requested, _hide_others(choice), None, lock, tuple(notes))
-    # Does not hide other GPUs: this process could never use a GPU that is hidden when CUDA is initialised.
+    # Does not hide other GPUs, because this process could never use a GPU that is hidden when CUDA is initialised.
     return TakenDevices(strategy, uuids, requested, None, choice.gpus[0].uuid, lock, tuple(notes))
 
 
@@ -190,7 +191,7 @@ _FASTER = "torchrun --nproc_per_node={} script.py"
 
 
 def _devices_of_rank(config: MultiGPUConfig, strategy: str) -> TakenDevices:
-    """Under a launcher, each rank uses the GPU with the number of its local rank, among `gpu_ids` if set."""
+    """Returns the device of a rank under a launcher: the GPU with its local rank as number, among `gpu_ids` if set."""
     if config.num_gpus == 0:
         return TakenDevices(strategy, "0")
     if not config.gpu_ids:
@@ -201,7 +202,7 @@ def _devices_of_rank(config: MultiGPUConfig, strategy: str) -> TakenDevices:
 
 
 def _hide_others(choice: Choice) -> dict[str, str]:
-    """Environment variables that hide all other GPUs; ConfigError if CUDA is already initialised and sees others."""
+    """Returns variables that hide all other GPUs; raises ConfigError if CUDA is already initialised with other GPUs."""
     if not _cuda_is_initialised():
         return child_environment(choice)
     visible = _uuids_in_cuda()
@@ -215,7 +216,7 @@ def _hide_others(choice: Choice) -> dict[str, str]:
 
 
 def _usable_by_cuda(gpus: list[Gpu]) -> list[Gpu]:
-    """The GPUs that CUDA sees, if it is initialised already."""
+    """Returns the GPUs that CUDA can use: all if it is not initialised yet, otherwise those that it sees."""
     if not _cuda_is_initialised():
         return gpus
     visible = _uuids_in_cuda()
@@ -223,7 +224,7 @@ def _usable_by_cuda(gpus: list[Gpu]) -> list[Gpu]:
 
 
 def _uuids_in_cuda() -> list[str]:
-    """The UUIDs of the GPUs in CUDA's order, which may differ from NVML's."""
+    """Returns the UUIDs of the GPUs in CUDA's order, which may differ from NVML's."""
     import torch
 
     return [f"GPU-{torch.cuda.get_device_properties(number).uuid}" for number in range(torch.cuda.device_count())]
@@ -244,7 +245,7 @@ def _cuda_is_initialised() -> bool:
 
 
 def memory_of(devices: list[torch.device]) -> dict[str, dict[str, int]]:
-    """Memory of this process on each device, in bytes: allocated, reserved, max_allocated, total (and free)."""
+    """Returns this process's memory on each device, in bytes: allocated, reserved, max_allocated, total (and free)."""
     import torch
 
     from unisono.observe.meter import host_memory_gib
@@ -271,7 +272,7 @@ def memory_of(devices: list[torch.device]) -> dict[str, dict[str, int]]:
 def clear_memory_cache() -> dict[str, int]:
     """Releases GPU memory that PyTorch caches, so that other processes can use it; returns the bytes freed per device.
 
-    The run itself does not need this: PyTorch reuses its cache, and clearing it between epochs slows training down.
+    A run does not need this, because PyTorch reuses its cache. Clearing the cache between epochs slows training down.
     """
     import gc
 
@@ -283,7 +284,7 @@ def clear_memory_cache() -> dict[str, int]:
     devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     before = {device: torch.cuda.memory_reserved(device) for device in devices}
     torch.cuda.empty_cache()
-    return {f"gpu_{device.index}": held - torch.cuda.memory_reserved(device) for device, held in before.items()}
+    return {f"gpu_{device.index}": old - torch.cuda.memory_reserved(device) for device, old in before.items()}
 
 
 def _resident_bytes() -> int:

@@ -1,4 +1,4 @@
-"""Starts the processes of a run from a plain script; each imports the functions that build model and data."""
+"""Starts the processes of a run from a plain script. Each process imports the functions that build model and data."""
 
 from __future__ import annotations
 
@@ -40,17 +40,19 @@ def launch_multi_gpu_training(
     save_path: str | Path | None = "checkpoints",
     **fields: Any,
 ) -> dict[str, Any]:
-    """Trains on the GPUs of the config, one process each, and returns the result of `train(epochs)`.
+    """Trains with one process per GPU of the config, and returns the result of `train(epochs)`.
 
-    model_fn() returns the model, dataset_fn() a dataset or (training, validation). optimizer is a function of the
-    parameters, scheduler one of the optimizer. All functions must be at the top level of a file, because each process
-    imports them; loss_fn may also be a loss module of torch.nn. If a process dies, all processes restart from the last
-    checkpoint.
+    model_fn() returns the model. dataset_fn() returns a dataset, or (training dataset, validation dataset). optimizer
+    is a function of the parameters, and scheduler a function of the optimizer. All functions must be defined at the top
+    level of a file, because each process imports them. loss_fn may also be a loss module of torch.nn. If a process
+    dies, all processes restart from the last checkpoint.
     """
     config = _with_fields(config, fields)
     work = _Work(model_fn, dataset_fn, config, epochs, loss_fn, optimizer, scheduler, save_path)
     if _importing:
-        raise ConfigError("the script starts a run when it is imported; put the call under if __name__ == '__main__':")
+        raise ConfigError(
+            "importing the script starts a run; call launch_multi_gpu_training under if __name__ == '__main__':"
+        )
     if detect().launcher != "plain":
         return work.run()
     strategy = STRATEGIES[config.strategy]
@@ -92,8 +94,8 @@ def launch_distributed_training(
 ) -> dict[str, Any]:
     """Trains as rank `rank` of `world_size`.
 
-    In a plain script, a call with rank 0 starts all ranks. Otherwise (in a process of torch.multiprocessing.spawn,
-    under torchrun, or with a rank above 0) this process becomes that rank.
+    In a plain script, a call with rank 0 starts all ranks. In a process of torch.multiprocessing.spawn, under torchrun,
+    or with a rank above 0, this process becomes that rank. The other arguments are those of launch_multi_gpu_training.
     """
     config = _with_fields(config, {**fields, "world_size": world_size})
     parts = {"loss_fn": loss_fn, "optimizer": optimizer, "scheduler": scheduler, "save_path": save_path}
@@ -128,7 +130,8 @@ class _Work:
             function = getattr(self, name)
             if not callable(function) or hasattr(function, "state_dict"):
                 kind = type(function).__name__
-                raise ConfigError(f"{name}: expected a function without arguments that returns it, got {kind}")
+                what = "model" if name == "model_fn" else "dataset"
+                raise ConfigError(f"{name}: expected a function without arguments that returns the {what}, got {kind}")
         if not isinstance(self.epochs, int) or self.epochs < 1:
             raise ConfigError(f"epochs: expected a whole number of at least 1, got {self.epochs!r}")
 
@@ -165,7 +168,7 @@ class _Work:
 
     @classmethod
     def from_json(cls, description: Mapping[str, Any]) -> _Work:
-        """Restores what `to_json` returned."""
+        """Restores an object from the result of `to_json`."""
         global _importing
         _importing = True
         try:
@@ -177,7 +180,7 @@ class _Work:
 
 
 def run_work(description: Mapping[str, Any], start: RankStart) -> dict[str, Any]:
-    """Runs in each process that our launcher starts."""
+    """Trains in a process that unisono's launcher has started."""
     from unisono.multi_gpu import trainers
 
     trainers.job_start = start
@@ -185,7 +188,7 @@ def run_work(description: Mapping[str, Any], start: RankStart) -> dict[str, Any]
 
 
 def _describe(part: Any) -> Any:
-    """The location of a function, or the arguments of a torch.nn loss, as JSON; None for anything else."""
+    """Describes a function by its location, or a torch.nn loss by its arguments, as JSON; None for anything else."""
     if part is None or isinstance(part, str):
         return part
     if (name := getattr(part, "__qualname__", None)) is None:
@@ -199,7 +202,7 @@ def _describe(part: Any) -> Any:
 
 
 def _describe_loss(loss: Any) -> Any:
-    """A loss of torch.nn by its class and constructor arguments."""
+    """Describes a loss of torch.nn by its class and constructor arguments; None for anything else."""
     from torch.nn.modules import loss as losses
 
     kind = type(loss)
@@ -212,7 +215,7 @@ def _describe_loss(loss: Any) -> Any:
 
 
 def _load(part: Any) -> Any:
-    """The inverse of `_describe`."""
+    """Restores an object from the result of `_describe`."""
     if part is None or isinstance(part, str):
         return part
     if "object" in part:
@@ -227,7 +230,7 @@ def _with_fields(config: MultiGPUConfig | None, fields: Mapping[str, Any]) -> Mu
 
 
 def _devices(config: MultiGPUConfig) -> dict[str, Any]:
-    """The number and kind of processes, as engine settings."""
+    """Returns the number and kind of processes, as engine settings."""
     if config.num_gpus == 0 or not visible_gpus():
         return {"nproc": config.world_size or config.num_gpus or 1}
     if config.gpu_ids:
@@ -237,7 +240,7 @@ def _devices(config: MultiGPUConfig) -> dict[str, Any]:
 
 
 def _endpoint(config: MultiGPUConfig) -> dict[str, Any]:
-    """The rendezvous endpoint, if the config sets one; by default the launcher chooses a free port."""
+    """Returns the rendezvous endpoint, if the config sets one; by default the launcher chooses a free port."""
     if str(config.master_port) == MultiGPUConfig.master_port:
         return {}
     return {"rdzv_endpoint": f"{config.master_addr}:{config.master_port}"}

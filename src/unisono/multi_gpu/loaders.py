@@ -13,7 +13,7 @@ from unisono.errors import ConfigError
 
 @dataclass(frozen=True)
 class DataSource:
-    """A dataset, with the options of the DataLoader it came from, if any."""
+    """A dataset, with the options of the user's DataLoader if the user passed one."""
 
     data: Dataset[Any] | None
     batch_size: int | None = None
@@ -23,7 +23,7 @@ class DataSource:
 
     @classmethod
     def of(cls, source: Any, name: str) -> DataSource:
-        """Reads a dataset or a DataLoader; ConfigError for custom samplers. `name` is the name of the argument."""
+        """Reads a dataset or a DataLoader, passed as the argument `name`; raises ConfigError for custom samplers."""
         if not isinstance(source, DataLoader):
             return cls(source)
         if source.batch_size is None:

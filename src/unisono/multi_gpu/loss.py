@@ -1,9 +1,9 @@
-"""Converts a loss function that returns a mean to the sum and count that the engine needs.
+"""Converts the result of a loss function that returns a mean to the sum and the count that the engine needs.
 
-The mean over a micro-batch times its number of samples is a sum. These sums, added over micro-batches and processes and
-divided by the number of all samples, give the mean over the whole batch. If the mean is over tokens without padding, or
-weights samples by class, the count must match: this module computes it for torch's own losses, and a user's function
-may return (mean, count).
+The sum is the mean over a micro-batch times its number of samples. The engine adds the sums of all micro-batches and
+processes and divides the total by the number of all samples, which gives the mean over the whole batch. Some means are
+over tokens without padding, or weight samples by class, and need another count. This module computes that count for
+torch's own losses; a user's function may return (mean, count).
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ _TARGETS = ("labels", "label", "targets", "target", "y")
 
 
 def loss_of(model: nn.Module, batch: Any, loss_fn: LossFunction | None) -> Loss:
-    """The loss of a batch: (inputs…, target) or a dict with `labels`. Without loss_fn, the target's type decides."""
+    """Returns the loss of a batch, which is (inputs…, target) or a dict with a target such as `labels`.
+
+    Without loss_fn, the model's own loss is used if it returns one; otherwise the target's type determines the loss.
+    """
     inputs, named, target = _split(batch, keep_target=loss_fn is None)
     if loss_fn is not None and target is None:
         raise RecipeError(
@@ -61,7 +64,10 @@ def _check_call(model: nn.Module, inputs: Sequence[Any], named: Mapping[str, Any
 
 
 def _split(batch: Any, *, keep_target: bool) -> tuple[Sequence[Any], dict[str, Any], Any]:
-    """Positional inputs, named inputs and target; a model that computes its own loss gets the target by name too."""
+    """Splits a batch into positional inputs, named inputs and target.
+
+    With `keep_target`, a named target stays among the inputs, for a model that computes its own loss.
+    """
     if isinstance(batch, Mapping):
         named = {str(name): value for name, value in batch.items()}
         target_name = next((name for name in _TARGETS if name in named), None)
@@ -72,7 +78,7 @@ def _split(batch: Any, *, keep_target: bool) -> tuple[Sequence[Any], dict[str, A
     if isinstance(batch, tuple | list) and len(batch) > 1:
         return batch[:-1], {}, batch[-1]
     [only] = batch if isinstance(batch, tuple | list) else [batch]
-    return [only], {}, only  # the model reconstructs its input
+    return [only], {}, only  # the input is also the target, for a model that reconstructs its input
 
 
 def _loss_in(output: Any) -> Tensor | None:
@@ -81,7 +87,7 @@ def _loss_in(output: Any) -> Tensor | None:
 
 
 def _default_loss(target: Any) -> LossFunction:
-    """Cross-entropy for integer targets (classes), mean squared error for floating-point ones."""
+    """Returns cross-entropy for integer targets (classes), and mean squared error for floating-point targets."""
     if isinstance(target, Tensor) and not target.is_floating_point():
         return nn.CrossEntropyLoss()
     return functional.mse_loss
@@ -92,7 +98,7 @@ def _compute(loss_fn: LossFunction, output: Any, target: Any, num: int) -> Loss:
         return to_sum(loss_fn(output, target), num)
     logits = getattr(output, "logits", output)
     if isinstance(loss_fn, nn.Module):
-        loss_fn = loss_fn.to(logits.device if isinstance(logits, Tensor) else "cpu")  # moves class weights
+        loss_fn = loss_fn.to(logits.device if isinstance(logits, Tensor) else "cpu")  # it may have class weights
     by_class = isinstance(loss_fn, nn.CrossEntropyLoss | nn.NLLLoss) and loss_fn.reduction == "mean"
     if by_class and isinstance(target, Tensor) and not target.is_floating_point():
         return _by_class(loss_fn, logits, target)  # type: ignore[arg-type]
@@ -103,7 +109,7 @@ def _compute(loss_fn: LossFunction, output: Any, target: Any, num: int) -> Loss:
 
 
 def _by_class(loss_fn: nn.CrossEntropyLoss | nn.NLLLoss, output: Tensor, target: Tensor) -> Loss:
-    """Sum and count of a loss whose mean ignores some targets and weights the rest by class."""
+    """Computes the sum and count of a loss whose mean ignores some targets and weights the rest by class."""
     sum_fn = copy.copy(loss_fn)
     sum_fn.reduction = "sum"
     counted = target[target != loss_fn.ignore_index]
@@ -128,7 +134,7 @@ def to_sum(result: Any, num: int) -> Loss:
 
 
 def len_of(batch: Any) -> int:
-    """The number of samples in a batch: the length of the first tensor in it."""
+    """Returns the number of samples in a batch, which is the length of the first tensor in it."""
     if isinstance(batch, Tensor):
         return len(batch) if batch.dim() else 1
     values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else ()
@@ -139,7 +145,7 @@ def len_of(batch: Any) -> int:
 
 
 def check_loss(loss_fn: Any) -> None:
-    """Raises RecipeError if an object cannot be a loss function, before training."""
+    """Raises RecipeError if an object cannot be a loss function. Called before training starts."""
     if isinstance(loss_fn, type):
         raise RecipeError(f"loss_fn is the class {loss_fn.__name__}; pass an instance: {loss_fn.__name__}()")
     if isinstance(loss_fn, nn.Module) and any(weight.requires_grad for weight in loss_fn.parameters()):
@@ -149,7 +155,7 @@ def check_loss(loss_fn: Any) -> None:
 
 
 def broadcast_weights(model: nn.Module) -> None:
-    """Copies the weights of rank 0 to all ranks, which may have been initialised differently."""
+    """Copies the weights of rank 0 to all other ranks, which may have initialised them differently."""
     import torch.distributed as dist
 
     with torch.no_grad():

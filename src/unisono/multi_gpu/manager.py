@@ -1,4 +1,4 @@
-"""Chooses the trainer for the config and the hardware."""
+"""Chooses the trainer that fits the config and the hardware."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from unisono.multi_gpu.trainers import OwnTrainer
 
 
 class MultiGPUTrainingManager:
-    """Creates a trainer from a config, for no, one or many GPUs, in a script, under torchrun or in a notebook."""
+    """Creates a trainer from a config. Works in a script, under torchrun and in a notebook, with any number of GPUs."""
 
     def __init__(self, config: MultiGPUConfig | None = None) -> None:
         self.config = config or MultiGPUConfig()
@@ -36,7 +36,7 @@ class MultiGPUTrainingManager:
         batch_size: int | None = None,
         **fields: Any,
     ) -> OwnTrainer:
-        """Returns a trainer; `fields` override fields of the config (learning_rate=…) for this trainer."""
+        """Creates a trainer and closes the previous one. `fields` override fields of the config for this trainer."""
         config = self.config
         if fields or batch_size is not None:
             own = {} if batch_size is None else {"batch_size": batch_size}
@@ -54,11 +54,11 @@ class MultiGPUTrainingManager:
         return self.trainer
 
     def train(self, epochs: int, save_path: str | Path | None = "checkpoints") -> dict[str, Any]:
-        """Trains `epochs` epochs with the trainer created last; see OwnTrainer.train."""
+        """Trains `epochs` epochs with the trainer that was created last; see OwnTrainer.train."""
         return self._trainer.train(epochs, save_path)
 
     def get_performance_stats(self) -> dict[str, Any]:
-        """The trainer's statistics, and the GPUs of this machine."""
+        """Returns the statistics of the trainer that was created last, and the GPUs of this machine."""
         return {**self._trainer.get_performance_stats(), "gpu_info": get_gpu_info()}
 
     @property

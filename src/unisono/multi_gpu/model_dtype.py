@@ -11,12 +11,12 @@ from unisono.multi_gpu.config import MultiGPUConfig
 
 
 def dtype_settings(model: nn.Module, config: MultiGPUConfig) -> tuple[dict[str, Any], list[str]]:
-    """Engine settings that keep the dtype of the weights, and a remark if it changes."""
+    """Returns the engine settings for the dtype of the model's weights, and remarks if that dtype changes."""
     types = {weight.dtype for weight in model.parameters() if weight.is_floating_point()}
     if torch.float64 in types and "dtype" not in config.settings:
         if config.mixed_precision == "no":
             mixed = len(types) > 1
-            return {"dtype": "float64"}, ["some weights are float64: all are trained as float64"] if mixed else []
+            return {"dtype": "float64"}, ["some weights are float64, so all are trained as float64"] if mixed else []
         return {}, [f"the weights are float64; mixed_precision {config.mixed_precision} trains them as float32"]
     if short := types & {torch.float16, torch.bfloat16}:
         name = str(min(short, key=str)).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""A recipe around the user's own model, datasets, loss function, optimizer and scheduler."""
+"""A recipe that consists of the user's own model, datasets, loss function, optimizer and scheduler."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class UserParts:
     collate: Callable[[list[Any]], Any] | None = None
     schedule_every_step: bool = False
     num_ranks: int = 1
-    least_batch: int = 0  # an epoch drops its last batch if that has fewer samples (a loader's drop_last)
-    parameter_names: dict[int, str] = field(default_factory=dict)  # by id of the original parameter
+    least_batch: int = 0  # an epoch drops its last batch if it has fewer samples than this (a loader's drop_last)
+    parameter_names: dict[int, str] = field(default_factory=dict)  # names by id() of the original parameters
 
     def __post_init__(self) -> None:
         while isinstance(self.model, nn.DataParallel | nn.parallel.DistributedDataParallel):
@@ -58,18 +58,18 @@ class UserParts:
 
     @property
     def named_optimizer(self) -> str | None:
-        """The name of the optimizer, if it is one of `unisono.optim` that the user chose by name."""
+        """The optimizer's name if the user chose one of `unisono.optim` by name; otherwise None."""
         is_named = isinstance(self.optimizer, str) and self.optimizer.lower() in OPTIMIZERS
         return self.optimizer.lower() if is_named else None
 
     def samples_per_epoch(self) -> int | None:
-        """The number of samples that an epoch reads; None for all samples."""
+        """Returns the number of samples that an epoch reads; None for all samples."""
         if not self.least_batch:
             return None
         num = len(self.train)  # type: ignore[arg-type]
         if 0 < num < self.least_batch:
             raise ConfigError(
-                f"drop_last=True leaves nothing to train on: the dataset has only {num} samples and the batch size is "
+                f"drop_last=True drops all samples, because the dataset has only {num} samples and the batch size is "
                 f"{self.least_batch}; use a smaller batch size, or drop_last=False"
             )
         return num // self.least_batch * self.least_batch or None
@@ -77,14 +77,14 @@ class UserParts:
 
 @dataclass
 class EpochLog:
-    """The results of the epochs so far. A checkpoint stores it."""
+    """The results of the epochs so far, which checkpoints store."""
 
     epochs: list[dict[str, Any]] = field(default_factory=list)  # the result of each epoch
     total: float = 0.0  # sum of the losses of the current epoch
     count: float = 0.0
     steps_scheduled: int = 0
     saved_epoch: int = -1  # epoch number that the caller passed to save_checkpoint last
-    saved_at: int = -1  # samples consumed at that time
+    saved_at: int = -1  # number of samples consumed when that checkpoint was saved
 
     def add(self, report: StepReport) -> None:
         """Adds a step of the current epoch."""
@@ -99,11 +99,11 @@ class EpochLog:
         return {"train_loss": loss}
 
     def save(self, number: int, samples: int) -> None:
-        """Records that the caller saves a checkpoint for epoch `number`."""
+        """Records that the caller saves a checkpoint for epoch `number`, after `samples` samples."""
         self.saved_epoch, self.saved_at = number, samples
 
     def last_epoch(self, samples: int) -> int:
-        """The last epoch that a checkpoint after `samples` samples contains, in the caller's numbering; or -1."""
+        """Returns the last epoch (in the caller's numbering) in a checkpoint after `samples` samples; -1 if none."""
         if samples == self.saved_at or not self.epochs:
             return self.saved_epoch
         return int(self.epochs[-1]["epoch"])
@@ -112,8 +112,8 @@ class EpochLog:
 class OwnModel(Recipe):
     """Trains the user's model; each trainer creates a subclass with its own `parts`."""
 
-    built_by_rank_zero = False  # every rank has the model before the run begins, and model() contains a collective
-    whole_epochs = True  # a global batch must not continue into the next epoch, which the user's loop starts
+    built_by_rank_zero = False  # every rank has its own model before the run begins, and model() broadcasts its weights
+    whole_epochs = True  # a global batch must end with its epoch, because the user's loop starts the next one
     parts: ClassVar[UserParts | None] = None
 
     def __init__(self, config: Any) -> None:
@@ -127,13 +127,13 @@ class OwnModel(Recipe):
     def _parts(self) -> UserParts:
         if self.parts is None:
             raise RecipeError(
-                "the model of this run was defined in a script, which the run does not contain; load its weights in "
-                "that script with unisono.multi_gpu.load_weights"
+                "the model of this run was defined in a script, and the run folder does not contain that script; load "
+                "the weights in the script with unisono.multi_gpu.load_weights"
             )
         return self.parts
 
     def check_settings(self, settings: Settings) -> None:
-        """Stores the settings for the optimizer."""
+        """Stores the settings, which `optimizer` uses later."""
         self._settings = settings
 
     def model(self) -> nn.Module:
@@ -176,7 +176,7 @@ class OwnModel(Recipe):
         return self._optimizer  # the engine checks the result of a user's function
 
     def _with_current_weights(self, optimizer: Optimizer, weights: Mapping[str, nn.Parameter]) -> Optimizer:
-        """The user's optimizer, or a new one with the same options if sharding has replaced the weights."""
+        """Returns the user's optimizer, or a new one with the same options if sharding has replaced the weights."""
         groups: list[dict[str, Any]] = []
         for group in optimizer.param_groups:
             names = [self._parts.parameter_names.get(id(parameter)) for parameter in group["params"]]
@@ -193,7 +193,7 @@ class OwnModel(Recipe):
             return optimizer
         if optimizer.state:
             raise ConfigError(
-                "optimizer has already stepped; with strategy sharded, pass a new one or use load_checkpoint"
+                "optimizer has already made steps; with strategy sharded, pass a new one or use load_checkpoint"
             )
         return type(optimizer)(groups, **optimizer.defaults, **self._shards_for(type(optimizer)))
 
@@ -214,7 +214,7 @@ class OwnModel(Recipe):
             raise ConfigError(f"scheduler: expected one of torch.optim.lr_scheduler, got {kind}")
 
     def learning_rate(self, step: int) -> list[float]:
-        """The optimizer's learning rates, which the user's scheduler or own code sets."""
+        """Returns the learning rate of each parameter group, which the user's scheduler or own code sets."""
         assert self._optimizer is not None
         if self._parts.schedule_every_step and self._scheduler is not None:
             while self.log.steps_scheduled < step:
@@ -223,7 +223,7 @@ class OwnModel(Recipe):
         return [float(group["lr"]) for group in self._optimizer.param_groups]
 
     def end_epoch(self, loss: float, *, validated: bool) -> None:
-        """Steps a scheduler that counts epochs; ReduceLROnPlateau gets the validation loss if there is one."""
+        """Steps a scheduler that counts epochs. ReduceLROnPlateau gets the validation loss if there is one."""
         if self._scheduler is None or self._parts.schedule_every_step:
             return
         watches_loss = isinstance(self._scheduler, ReduceLROnPlateau)
@@ -275,13 +275,13 @@ def _check_scheduler(scheduler: Any, optimizer: Any) -> None:
             f"scheduler is the class {name}; pass an instance for your optimizer, or a function that creates one: "
             f"lambda optimizer: {name}(optimizer, …)"
         )
-    its_optimizer = getattr(scheduler, "optimizer", None)
-    if isinstance(its_optimizer, Optimizer) and its_optimizer is not optimizer:
-        raise ConfigError("scheduler changes the learning rate of another optimizer; pass that one as optimizer=")
+    scheduled = getattr(scheduler, "optimizer", None)
+    if isinstance(scheduled, Optimizer) and scheduled is not optimizer:
+        raise ConfigError("scheduler changes the learning rate of another optimizer; pass that optimizer as optimizer=")
 
 
 def _nested_schedulers(scheduler: Any) -> list[Any]:
-    """A scheduler and those inside it (SequentialLR, ChainedScheduler)."""
+    """Returns a scheduler and the schedulers inside it (SequentialLR and ChainedScheduler contain others)."""
     if scheduler is None:
         return []
     inner = getattr(scheduler, "_schedulers", ())
@@ -289,7 +289,7 @@ def _nested_schedulers(scheduler: Any) -> list[Any]:
 
 
 def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a scheduler's state that JSON can store; the script defines its functions and tables again."""
+    """Returns the part of a scheduler's state that JSON can store. The script defines functions and tables again."""
     return {name: value for name, value in state.items() if _is_plain(value)}
 
 
@@ -300,10 +300,10 @@ def _is_plain(value: Any) -> bool:
 
 
 def _restore(scheduler: Any, state: Any) -> None:
-    """Restores existing attributes whose stored type matches, because a damaged file may contain anything."""
+    """Restores a scheduler's attributes. Ignores values of the wrong type, which a damaged file may contain."""
     if not isinstance(state, dict):
         return
-    # LambdaLR's state has None in place of functions, so the attribute itself is checked too.
+    # LambdaLR's state contains None in place of functions, so the attribute itself is checked too.
     current = {
         name: value for name, value in _plain(scheduler.state_dict()).items() if _is_plain(getattr(scheduler, name, 0))
     }

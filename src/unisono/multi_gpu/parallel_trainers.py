@@ -1,4 +1,4 @@
-"""The two trainers of the public API: one process for all GPUs, or one process per GPU."""
+"""The two trainers of the public API: one uses a single process for all GPUs, the other one process per GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from unisono.multi_gpu.trainers import OwnTrainer
 
 
 class DataParallelTrainer(OwnTrainer):
-    """Trains on all GPUs from one process; also on one GPU or on the CPU."""
+    """Trains from one process on all GPUs, on one GPU or on the CPU."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class DataParallelTrainer(OwnTrainer):
     ) -> None:
         """Uses the dataset, batch size, order, drop_last and collate_fn of the loaders.
 
-        A loader's batch is split over all GPUs. Validation reads every sample once, even if its loader drops some.
+        A loader's batch is split over all GPUs. Validation uses every sample once, even if its loader drops some.
         """
         train, val = DataSource.of(train_loader, "train_loader"), DataSource.of(val_loader, "val_loader")
         assert train.data is not None
@@ -52,7 +52,7 @@ class DataParallelTrainer(OwnTrainer):
 
 
 class DistributedDataParallelTrainer(OwnTrainer):
-    """Trains with one process per GPU: every process of the run creates this trainer and calls its methods."""
+    """Trains with one process per GPU. Every process of the run must create this trainer and call the same methods."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """The methods that both trainers share: train_epoch, validate, train, save_checkpoint, load_checkpoint.
 
-They run the engine's loop, so the engine provides batches, sample order, out-of-memory recovery and checkpoints. Every
-process of a run must call each method.
+These methods run the engine's loop, and the engine provides batches, sample order, out-of-memory recovery and
+checkpoints. Every process of a run must call each method.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 job_start: RankStart | None = None
-"""Set if launch_multi_gpu_training started this process; None otherwise."""
+"""How this rank starts, if launch_multi_gpu_training started this process; None otherwise."""
 
 
 class TrainingError(TrainingFailed, RuntimeError):
-    """Training cannot continue. Also a RuntimeError, because many training loops catch that."""
+    """Training cannot continue. It is also a RuntimeError, because many training loops catch that."""
 
 
 def _defer_stop(method: Callable[Concatenate[OwnTrainer, P], T]) -> Callable[Concatenate[OwnTrainer, P], T]:
@@ -65,10 +65,10 @@ def _defer_stop(method: Callable[Concatenate[OwnTrainer, P], T]) -> Callable[Con
 
 
 class OptimizedDataParallel(nn.DataParallel[nn.Module]):
-    """`nn.DataParallel` that reports the memory use of each device; without GPUs, it just calls the model."""
+    """`nn.DataParallel` that also reports the memory use of each device. Without GPUs, it just calls the model."""
 
     def get_device_memory_usage(self) -> dict[str, dict[str, int]]:
-        """Bytes on each device: allocated, reserved, max_allocated, total."""
+        """Returns this process's memory on each device, in bytes: allocated, reserved, max_allocated, total."""
         devices = [torch.device("cuda", index) for index in self.device_ids] or [torch.device("cpu")]
         return memory_of(devices)
 
@@ -79,7 +79,7 @@ class OwnTrainer:
     def __init__(
         self, parts: UserParts, config: MultiGPUConfig, strategy: str, batch: dict[str, int], **settings: Any
     ) -> None:
-        """`strategy`, `batch` and `settings` have the engine's names; `settings` override those of the config."""
+        """`strategy`, `batch` and `settings` use the engine's names. `settings` override those of the config."""
         self.config, self.model = config, parts.model
         if config.global_batch_size is not None:
             batch["global_batch_size"] = config.global_batch_size
@@ -127,7 +127,7 @@ class OwnTrainer:
 
     @property
     def strategy(self) -> str:
-        """single, dataparallel, distributed or sharded; never auto."""
+        """The strategy in use: single, dataparallel, distributed or sharded."""
         name = self._engine.components.strategy.name
         return next(public for public, engines in STRATEGIES.items() if engines == name)
 
@@ -143,19 +143,20 @@ class OwnTrainer:
 
     @property
     def folder(self) -> Path:
-        """The run folder: metrics.jsonl, events.jsonl, and checkpoints if output_dir is set."""
+        """The run folder, with metrics.jsonl, events.jsonl, and checkpoints if output_dir is set."""
         return Path(for_caller(self._run.folder))
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """The result of each epoch: epoch, train_loss, and val_loss if it was validated."""
+        """The result of each epoch as a dict with epoch, train_loss, and val_loss if the epoch was validated."""
         return [dict(row) for row in self._recipe.log.epochs]
 
     @_defer_stop
     def train_epoch(self, epoch: int) -> dict[str, float]:
         """Trains on every sample once; returns {"train_loss": mean over the epoch}, the same in every process.
 
-        In a resumed run (same output_dir), an epoch that is already trained returns its earlier result at once.
+        In a resumed run (same output_dir), an epoch that is already trained is not trained again; its earlier result is
+        returned.
         """
         log = self._recipe.log
         if row := self._earlier_result(epoch):
@@ -163,13 +164,13 @@ class OwnTrainer:
         if log.epochs and epoch <= log.epochs[-1]["epoch"] and not self._warned_of_repetition:
             self._warned_of_repetition = True
             self._say(
-                f"train_epoch({epoch}): epoch {log.epochs[-1]['epoch']} is already trained, so this trains one more; "
-                "after load_checkpoint, continue with the epoch that it returns + 1"
+                f"train_epoch({epoch}): epoch {log.epochs[-1]['epoch']} is already trained, so this trains another "
+                "one; after load_checkpoint, continue with the epoch that it returns plus 1"
             )
         self._follow_batch_size()
-        began, before = time.perf_counter(), self._engine.state.samples
+        started, before = time.perf_counter(), self._engine.state.samples
         stopped = self._do(lambda engine: engine.train_epoch(keep_reading=self.config.persistent_workers))
-        self._seconds += time.perf_counter() - began
+        self._seconds += time.perf_counter() - started
         self._samples += self._engine.state.samples - before
         if stopped:
             self._stop_here()
@@ -181,7 +182,7 @@ class OwnTrainer:
 
     @_defer_stop
     def validate(self, epoch: int) -> dict[str, float]:
-        """Returns {"val_loss": mean over the validation dataset}, each sample once; {} without validation data."""
+        """Returns {"val_loss": mean over all samples of the validation dataset}; {} without validation data."""
         earlier = self._earlier_result(epoch)
         if "val_loss" in earlier:
             return {name: value for name, value in earlier.items() if name.startswith("val_")}
@@ -199,15 +200,15 @@ class OwnTrainer:
         return result
 
     def _earlier_result(self, epoch: int) -> dict[str, Any]:
-        """The result of an epoch that an earlier start of this run has trained; {} for others."""
+        """Returns the result of an epoch that an earlier start of this run trained; {} for other epochs."""
         return next((row for row in self._recipe.log.epochs[: self._resumed] if row["epoch"] == epoch), {})
 
     @_defer_stop
     def train(self, epochs: int, save_path: str | Path | None = "checkpoints") -> dict[str, Any]:
         """Trains and validates `epochs` epochs, and saves the best model to `save_path`/best_model.pth.
 
-        The best epoch has the lowest val_loss, or train_loss without validation data. Returns the history, the best
-        epoch, its loss and the path of its checkpoint, once that is on disk.
+        The best epoch is the one with the lowest val_loss or, without validation data, train_loss. Returns a dict with
+        the history, the best epoch, its loss and the path of its checkpoint, which is on disk by then.
         """
         if not isinstance(epochs, int) or epochs < 1:
             raise ConfigError(f"epochs: expected a whole number of at least 1, got {epochs!r}")
@@ -221,7 +222,7 @@ class OwnTrainer:
                 if save_path is not None:
                     path = self.save_checkpoint(epoch, Path(save_path, "best_model.pth"))
                     checkpoint = path if path.is_dir() else None  # an earlier checkpoint may be deleted
-        # The caller may move or delete the folder, so no save may still be writing to it.
+        # Waits for the saves, because the caller may move or delete the folder afterwards.
         self._do(lambda engine: engine.finish_saves())
         return {
             "history": self.history,
@@ -233,16 +234,19 @@ class OwnTrainer:
 
     @_defer_stop
     def save_checkpoint(self, epoch: int, path: str | Path) -> Path:
-        """Saves weights, optimizer, scheduler and position in the data; returns when they are on disk.
+        """Saves weights, optimizer, scheduler and data position; returns the path when they are on disk.
 
-        `path` becomes a folder, even if it ends in .pth: safetensors and JSON, no pickle. A later save to the same path
-        replaces it; a checkpoint of another run is renamed first. In a resumed run, epochs that an earlier start
-        trained are not saved again.
+        `path` becomes a folder of safetensors and JSON files, even if it ends in .pth. A later save to the same path
+        replaces the checkpoint; a checkpoint of another run is renamed first. In a resumed run, epochs that an earlier
+        start trained are not saved again.
         """
         folder = Path(path)
         if self._is_past(epoch):
             if not self._run.decide(folder.exists):
-                self._say(f"{folder} is not saved: an earlier start trained epoch {epoch}, so its weights are gone")
+                self._say(
+                    f"{folder} is not saved, because an earlier start trained epoch {epoch} and its weights are no "
+                    "longer in memory"
+                )
             return folder
         self._run.decide(lambda: check_target(folder))
         self._recipe.log.save(epoch, self._engine.state.samples)
@@ -268,15 +272,15 @@ class OwnTrainer:
         self._do(lambda engine: engine.train_steps(steps))
 
     def most_at_once(self) -> int:
-        """The largest micro-batch that fits on every device, found by trying (settings={"micro_batch": "auto"})."""
+        """Finds the largest micro-batch that fits on every device by trying. Needs settings={"micro_batch": "auto"}."""
         return self._do(lambda engine: engine.find_micro_batch())
 
     def get_memory_stats(self) -> dict[str, dict[str, int]]:
-        """Memory use of this process on each of its devices, in bytes: allocated, reserved, max_allocated, total."""
+        """Returns this process's memory on each of its devices, in bytes: allocated, reserved, max_allocated, total."""
         return memory_of(list(self._engine.components.strategy.placement.devices))
 
     def get_performance_stats(self) -> dict[str, Any]:
-        """Speed, devices, batch size and losses of the training so far."""
+        """Returns the speed, devices, batch size and losses of the training so far."""
         placement, epochs = self._engine.components.strategy.placement, self._recipe.log.epochs
         last = epochs[-1] if epochs else {}
         losses = [row["val_loss"] for row in epochs if "val_loss" in row]
@@ -298,7 +302,7 @@ class OwnTrainer:
         }
 
     def close(self) -> None:
-        """Waits for unfinished saves and stops the loader workers; happens automatically when the script ends."""
+        """Waits for unfinished saves and stops the loader workers. Called automatically when the script ends."""
         self._close("done")
 
     def _close(self, status: str) -> None:
@@ -318,7 +322,7 @@ class OwnTrainer:
             self.close()
 
     def watch(self, config: MultiGPUConfig) -> None:
-        """Also follows changes of batch_size in the caller's config; the trainer uses a modified copy of it."""
+        """Also applies changes of batch_size in the caller's config, of which the trainer uses a modified copy."""
         self._watched.append((config, config.batch_size))
 
     def _follow_batch_size(self) -> None:
@@ -332,8 +336,8 @@ class OwnTrainer:
         self._watched = [(config, new) for (config, _), new in zip(self._watched, sizes, strict=True)]
         plan = self._do(lambda engine: engine.use_micro_batch(size))
         self._say(
-            f"batch_size {before} -> {size}: from now on a micro-batch has at most {plan.micro_batch} samples; the "
-            f"effective batch stays {plan.global_batch} (accumulated over {plan.accumulation} micro-batches)"
+            f"batch_size changed from {before} to {size}: from now on a micro-batch has at most {plan.micro_batch} "
+            f"samples; the effective batch stays {plan.global_batch}, in {plan.accumulation} micro-batches"
         )
 
     def _do(self, work: Callable[[DrivenTrainer], T]) -> T:
@@ -347,12 +351,12 @@ class OwnTrainer:
             raise TrainingError(str(error)) from None
 
     def _stop_here(self) -> None:
-        """Saves a checkpoint and ends the user's loop, after a stop signal."""
+        """Saves a checkpoint and ends the user's loop after a stop signal."""
         self._do(lambda engine: engine.keep())
         self._close("stopped")
         if hasattr(sys, "ps1") or "ipykernel" in sys.modules:
             raise KeyboardInterrupt
-        self._say(f"saved to {self.folder}; run again with output_dir={str(self.folder)!r} to continue")
+        self._say(f"checkpoint saved in {self.folder}; run again with output_dir={str(self.folder)!r} to continue")
         raise SystemExit(EXIT_STOPPED)
 
 
@@ -371,7 +375,7 @@ def _new_folder() -> str:
 
 
 def _stop_between_calls(reference: weakref.ref[OwnTrainer]) -> bool:
-    """Handles a stop signal while the user's own code runs: with one process, saves and ends the script."""
+    """Handles a stop signal while the user's own code runs. A single process saves a checkpoint and ends the script."""
     trainer = reference()
     if trainer is None or trainer._closed:
         return False
@@ -381,7 +385,7 @@ def _stop_between_calls(reference: weakref.ref[OwnTrainer]) -> bool:
 
 
 def _close(reference: weakref.ref[OwnTrainer]) -> None:
-    """Closes a trainer at the end of the script, but not on a rank that failed, which would wait for the others."""
+    """Closes a trainer at the end of the script, except on a failed rank, which would wait for the other ranks."""
     trainer = reference()
     if trainer is None:
         return

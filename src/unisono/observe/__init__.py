@@ -1,1 +1,1 @@
-"""Shows and records the progress of a run: run folder, metrics, events, progress bar, trackers, report."""
+"""Shows and records the progress of a run: writes the run folder, draws the progress bar, and makes the report."""

@@ -1,7 +1,7 @@
-"""Appends complete records to a file; a failure to write never ends a run.
+"""Appends complete records to a file. A failure to write never ends a run.
 
-While the disk is full, a quota is used up or a network file system fails, records wait in memory. They are written once
-the file is writable again, each exactly once: a partially written record is completed in place.
+While the disk is full, a quota is used up or a network file system fails, records wait in memory. When the file is
+writable again, each record is written exactly once, and a partially written record is completed in place.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from unisono.plain_files import open_regular
 log = logging.getLogger(__name__)
 
 MAX_PENDING = 10_000
-"""Largest number of records that wait in memory; beyond it the oldest are dropped."""
+"""Maximum number of records that wait in memory. When it is exceeded, the oldest are dropped."""
 
 
 class AppendOnlyFile:
-    """Appends records to a file. A failure is only a warning, printed once until the file is writable again.
+    """Appends records to a file. If the file cannot be written, it warns once and keeps the records.
 
     If `lines` is set, records are text lines without the newline, several processes may append to the file, and every
     record starts on its own line. Otherwise records are bytes, and only this process writes to the file.
@@ -52,10 +52,10 @@ class AppendOnlyFile:
                 self._write_first(self._opened())
                 self._pending.popleft()
         except OSError as error:
-            self.release()  # the handle may be stale on a network file system: the next attempt reopens the file
+            self.release()  # the handle may be stale on a network file system, so the next attempt reopens the file
             if not self._failing:
                 log.warning(
-                    "%s cannot be written (%s); the run continues, and its records wait in memory",
+                    "%s cannot be written (%s); the run continues and stores the records in memory",
                     self._path,
                     error.strerror,
                 )
@@ -63,17 +63,17 @@ class AppendOnlyFile:
             return
         if self._failing:
             lost = f", except {self._num_lost} that were dropped" if self._num_lost else ""
-            log.warning("%s is writable again; all waiting records are written%s", self._path, lost)
+            log.warning("%s is writable again; all records stored in memory were written%s", self._path, lost)
         self._failing, self._num_lost = False, 0
 
     def drop_pending(self, is_kept: Callable[[bytes], bool]) -> None:
-        """Drops pending records unless `is_kept`; for a caller that is about to replace the file."""
+        """Drops the pending records for which `is_kept` returns False. Call it before replacing the file."""
         self._pending = deque(record for record in self._pending if is_kept(record))
         self._unwritten = b""
         self.release()
 
     def close(self) -> None:
-        """Writes pending records, or warns that they are lost, and closes the file; the next record reopens it."""
+        """Writes the pending records, or warns that they are lost, and closes the file. The next record reopens it."""
         self.write()
         if self._pending:
             log.warning(
@@ -99,7 +99,7 @@ class AppendOnlyFile:
             return False
 
     def release(self) -> None:
-        """Closes the file; pending records stay pending."""
+        """Closes the file and keeps the pending records."""
         file, self._file = self._file, None
         if file is not None:
             try:
@@ -116,8 +116,8 @@ class AppendOnlyFile:
         elif self._lines and _ends_in_partial_line(file):
             data = b"\n" + data
         while data:
-            # A single unbuffered write in append mode, so that lines of two processes do not mix. If the disk is almost
-            # full, it writes only a part.
+            # Makes a single unbuffered write in append mode, so that lines of two processes do not mix. If the disk is
+            # almost full, the call writes only a part of the data.
             written = file.write(data)
             data = data[written or 0 :]
             self._unwritten, self._end = data, file.tell()
@@ -128,6 +128,6 @@ def _ends_in_partial_line(file: FileIO) -> bool:
     end = file.seek(0, os.SEEK_END)
     if end == 0 or os.pread(file.fileno(), 1, end - 1) == b"\n":
         return False
-    # Another process may be in the middle of a write; if the file does not grow, the line is incomplete.
+    # Another process may be in the middle of a write. If the file does not grow, its last line is incomplete.
     time.sleep(0.01)
     return file.seek(0, os.SEEK_END) == end

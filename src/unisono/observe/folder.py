@@ -1,8 +1,9 @@
-"""The run folder: run.json (settings and starts), metrics.jsonl (logged steps) and events.jsonl (what happened).
+"""Writes the run folder: run.json (settings and starts), metrics.jsonl (logged steps) and events.jsonl (events).
 
-The folder is created only after the first step, which shows that the recipe works; until then everything waits in
-memory, so that a user error leaves nothing behind. run.json is replaced atomically. The other two grow by complete
-lines, one write each, so the launcher and rank 0 can both append, and a kill damages at most the last line.
+The folder is created only after the first step, which shows that the recipe works. Until then all records wait in
+memory, so that a user error leaves no files. run.json is replaced atomically. Every record of the other two files is a
+line that is appended in a single write, so the launcher and rank 0 can both append, and a kill damages at most the last
+line.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ RUN, METRICS, EVENTS = "run.json", "metrics.jsonl", "events.jsonl"
 
 
 def check_writable(path: str | Path) -> None:
-    """Raises UserError if a run folder cannot be created or written at `path`; leaves nothing behind."""
+    """Raises UserError if a run folder cannot be created or written at `path`. Leaves no files."""
     target = Path(os.path.abspath(path))
     try:
         str(target).encode()
@@ -66,12 +67,12 @@ def check_writable(path: str | Path) -> None:
 def append_event(
     path: str | Path, kind: str, *, step: int | None = None, rank: int | None = None, **details: Any
 ) -> None:
-    """Appends one event to the run in the folder `path`; does nothing if the folder contains no run (yet)."""
+    """Appends an event to the run in the folder `path`; does nothing if the folder contains no run."""
     LauncherEvents(path).add(kind, step=step, rank=rank, **details)
 
 
 class LauncherEvents:
-    """Events from outside the run, such as those of the launcher; they wait until the folder contains a run.json."""
+    """Records events from outside the ranks, such as the launcher's. They wait until the folder contains a run.json."""
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
@@ -91,14 +92,14 @@ class LauncherEvents:
             self._pending.clear()
             self._events.release()
         else:
-            self._events.write()  # events that a full disk has delayed
+            self._events.write()  # writes events that a full disk has delayed
 
 
 class RunFolder:
-    """The folder of one run. It writes no file before `open`, so ranks that never call `open` write none."""
+    """The folder of one run. It writes no file before `open`, so ranks that do not call `open` write none."""
 
     def __init__(self, path: str | Path, lock: FolderLock | None = None) -> None:
-        """`lock` is the lock of this folder, if the caller already holds it."""
+        """`lock` is the lock of this folder, if the caller has already acquired it."""
         self.path = Path(path)
         self.is_open = False
         self._files = {name: AppendOnlyFile(self.path / name) for name in (METRICS, EVENTS)}
@@ -129,9 +130,9 @@ class RunFolder:
         return record
 
     def open(self, record: Mapping[str, Any]) -> None:
-        """Creates the folder, writes run.json from `record` and then everything recorded so far.
+        """Creates the folder, writes `record` to run.json, and then writes everything recorded so far.
 
-        If the folder contains an earlier start, `created` and the history of `starts` are preserved.
+        If the folder already contains this run, the fields `created` and `starts` of its run.json are preserved.
         """
         if self.is_open:
             raise RuntimeError(f"the run folder {self.path} is already open")
@@ -153,7 +154,7 @@ class RunFolder:
     def add_start(
         self, *, world: int, strategy: str, launcher: str, why: str, from_step: int, resume: str = "auto"
     ) -> None:
-        """Adds this start to the history in run.json."""
+        """Adds this start to the list of starts in run.json; `why` is the reason for the start."""
         start = {
             "time": _now(),
             "world": world,
@@ -179,9 +180,9 @@ class RunFolder:
         self._append(METRICS, _to_json(record))
 
     def rewind_metrics(self, step: int, *, evaluated: bool = True) -> None:
-        """On resume from `step`, removes later steps from metrics.jsonl, so that it contains each step once.
+        """Removes the steps after `step` from metrics.jsonl on resume, so that the file contains each step once.
 
-        `evaluated` is False if this step has yet to be evaluated, or will be evaluated again.
+        Pass `evaluated=False` if `step` itself will be evaluated, or evaluated again, after the resume.
         """
         if not self.is_open:
             self._rewind_to = step, evaluated
@@ -192,7 +193,7 @@ class RunFolder:
             _keep_lines(file, lambda line: _is_kept(line, step, evaluated))
 
     def evaluations(self, step: int, *, evaluated: bool = True) -> list[dict[str, Any]]:
-        """Returns the evaluations up to a step in metrics.jsonl; `evaluated` as in `rewind_metrics`."""
+        """Returns the evaluations in metrics.jsonl up to `step`. `evaluated` means the same as in `rewind_metrics`."""
         file = self.path / METRICS
         if not file.exists():
             return []
@@ -201,7 +202,7 @@ class RunFolder:
             return [{name: _number(value) for name, value in parse_json(line).items()} for line in kept]
 
     def close(self) -> None:
-        """Closes the files (a later record reopens them) and releases the lock."""
+        """Closes the files and releases the lock. A later record reopens its file."""
         for file in self._files.values():
             file.close()
         self._lock.release()
@@ -218,10 +219,10 @@ class RunFolder:
         self._record = record
 
     def _restore_run_json(self) -> None:
-        """Writes run.json again if it was deleted, perhaps with the whole folder, which the next save recreates."""
+        """Writes run.json again if it was deleted. (If the whole folder was deleted, the next save recreates it.)"""
         if self.is_open and self.path.is_dir() and not os.path.lexists(self.path / RUN):
             log.warning("%s was deleted during the run; it is written again", self.path / RUN)
-            with suppress(UserError):  # the disk is full; the next event tries again
+            with suppress(UserError):  # for instance because the disk is full; the next event tries again
                 self._write_run_json(self._record)
 
 
@@ -237,7 +238,7 @@ def _is_kept(line: bytes, step: int, evaluated: bool) -> bool:
 
 
 def _keep_lines(file: Path, is_kept: Callable[[bytes], bool]) -> None:
-    """Removes all other lines. If those are the last lines, it truncates the file, which also works on a full disk."""
+    """Removes the lines for which `is_kept` is False. If they are all at the end, it only truncates the file."""
     position, cut = 0, None
     with BufferedReader(open_regular(file)) as lines:
         for line in lines:
@@ -286,7 +287,7 @@ def _to_json(record: Mapping[str, Any], *, indent: int | None = None, other: Cal
 
 
 def _number(value: Any) -> Any:
-    """Converts the text that `_finite` made of a number back to a number."""
+    """Converts "nan", "inf" and "-inf" back to numbers, also inside a list."""
     if isinstance(value, list):
         return [_number(item) for item in value]
     return float(value) if value in ("nan", "inf", "-inf") else value

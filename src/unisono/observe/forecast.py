@@ -1,4 +1,4 @@
-"""Estimates the duration of a long run from its first steps, for one line of output."""
+"""Estimates the remaining duration of a long run from its first steps."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Callable
 from unisono.formatting import format_duration
 
 LONG_S = 600.0
-"""In seconds; for a shorter run, the remaining time on the progress line is enough."""
+"""Minimum duration, in seconds, of a run that gets an estimate. In shorter runs, the progress line is enough."""
 _MEASURED_S, _MEASURED_STEPS = 3.0, 2
-_ENDLESS = 10**8  # number of steps of a run whose length the user's own loop decides
+_ENDLESS = 10**8  # a run with more steps than this ends when the user's own loop ends, so it cannot be estimated
 
 
 class Forecast:
-    """Measures the first steps, except the very first, which compiles, allocates and prefetches."""
+    """Measures the first steps of a run, without the very first, which compiles, allocates and prefetches."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -22,7 +22,10 @@ class Forecast:
         self._done = False
 
     def step(self, step: int, total: int) -> str | None:
-        """Returns the estimate after this step of `total`, once, when enough steps were measured; otherwise None."""
+        """Returns the estimate in the first call after enough steps were measured, and None in all other calls.
+
+        `step` is the step that has just ended, and `total` the last step of the run.
+        """
         now = self._clock()
         if self._first is None:
             self._first = now, step
@@ -36,6 +39,6 @@ class Forecast:
         duration = format_duration(seconds_per_step * steps_left)
         step_time = format_duration(seconds_per_step, precise=True)
         return (
-            f"about {duration} for the {steps_left:,} remaining steps, at {step_time} each; "
-            "Ctrl-C saves and stops, the same command continues; --max_steps or --num_epochs sets the length"
+            f"about {duration} for the {steps_left:,} remaining steps, at {step_time} each; Ctrl-C saves and stops, "
+            "the same command continues the run, and --max_steps or --num_epochs sets its length"
         )

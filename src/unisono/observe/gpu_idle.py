@@ -1,17 +1,17 @@
-"""Detects that the GPU waits for the CPU: a small model's kernels finish before Python has launched the next ones."""
+"""Detects that the GPU waits for the CPU, because a model's kernels finish before Python launches the next ones."""
 
 from __future__ import annotations
 
 STEPS = 50  # number of steps per measurement
 _IDLE_FRACTION = 0.9  # advise the user if the GPU waited in at least this fraction of the steps
-_DATA_FRACTION = 0.1  # fraction of the time; if the host waits for data longer than this, --cuda_graph would not help
+_DATA_FRACTION = 0.1  # give no advice if the host waits for data for more than this fraction of the time
 
 
 class GpuIdleDetector:
-    """Counts the steps that the GPU had finished before the host had launched most of the next one."""
+    """Counts the steps that the GPU finished before the host had launched most of the next step."""
 
     def __init__(self, *, can_use_cuda_graph: bool) -> None:
-        """If `cuda_graph` cannot help, the detector gives no advice."""
+        """The detector gives no advice if this run cannot use the setting cuda_graph."""
         self._active = can_use_cuda_graph
         self._reset()
 
@@ -32,8 +32,8 @@ class GpuIdleDetector:
             return None
         self._active = False
         return (
-            f"the GPU waited for the CPU in {waited} of {steps} steps: --cuda_graph launches a whole step at once, "
-            "if all batches have one shape"
+            f"the GPU waited for the CPU in {waited} of {steps} steps; if all batches have the same shape, try "
+            "--cuda_graph, which launches a whole step at once"
         )
 
     def _reset(self) -> None:

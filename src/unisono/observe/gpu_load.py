@@ -9,11 +9,11 @@ from threading import Event, Lock, Thread
 from unisono.devices import open_nvml, query_nvml
 
 EVERY_S = 1.0
-"""Seconds between two samples: NVML itself averages the utilization over up to a second."""
+"""Seconds between two samples; NVML itself averages the utilization over up to a second."""
 
 
 class GpuLoad:
-    """The mean utilization and power of a GPU between two calls of `take`."""
+    """Measures the mean utilization and power of a GPU between two calls of `take`."""
 
     def __init__(self, uuid: str, every_s: float = EVERY_S) -> None:
         self._uuid, self._every_s = uuid, every_s
@@ -23,7 +23,7 @@ class GpuLoad:
         self._thread.start()
 
     def take(self) -> dict[str, float]:
-        """Returns gpu_util (from 0 to 1) and gpu_power_w since the last call, as far as NVML reports them."""
+        """Returns the means of gpu_util (0 to 1) and gpu_power_w since the last call, as far as NVML reports them."""
         with self._lock:
             samples, self._samples = self._samples, {}
         return {name: sum(values) / len(values) for name, values in samples.items()}
@@ -45,9 +45,9 @@ class GpuLoad:
 
 @contextmanager
 def watch_gpu(uuid: str) -> Iterator[Callable[[], tuple[float | None, float | None]] | None]:
-    """Yields a function that returns a GPU's utilization (0 to 1) and its power in watts; None if NVML has no such GPU.
+    """Yields a function that returns a GPU's utilization (0 to 1) and its power in watts.
 
-    The function returns None for a value that NVML does not report.
+    Yields None if NVML does not list the GPU. The function returns None for a value that NVML does not report.
     """
     with open_nvml() as nvml:
         handle = None if nvml is None else query_nvml(nvml, None, nvml.nvmlDeviceGetHandleByUUID, uuid)

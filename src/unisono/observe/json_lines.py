@@ -23,14 +23,14 @@ def parse_record(line: bytes) -> dict[str, Any] | None:
 
 
 class JsonLines:
-    """Iterates over the objects of a file; skips and counts damaged and incomplete lines."""
+    """Iterates over the JSON objects of a file. Skips damaged and incomplete lines, and counts them in `damaged`."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self.damaged = 0
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        if not self._path.is_file():  # a pipe, for instance
+        if not self._path.is_file():  # does not exist, or is a pipe, for instance
             return
         try:
             with BufferedReader(open_regular(self._path)) as file:

@@ -1,7 +1,8 @@
 """Measures the phases of a step with the host's clock only.
 
-No phase waits for the GPU, so on a GPU the phases of a single step mean little: the host only enqueues work. Over the
-steps between two logged ones, where the host reads the loss and thereby synchronizes, the wall clock is accurate.
+Measuring a phase does not wait for the GPU. The host only enqueues work for the GPU, so the phases of a single step
+mean little. At every logged step the host reads the loss and thereby synchronizes with the GPU, so the mean time over
+the steps between two logged ones is accurate.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class _Phase:
-    """A stopwatch for one phase, reused for every step; `contextlib.contextmanager` would cost more than the rest."""
+    """A stopwatch for one phase, reused in every step. `contextlib.contextmanager` would take longer than the rest."""
 
     __slots__ = ("added", "count", "entered", "seconds")
 
@@ -37,9 +38,9 @@ class _Phase:
 class Meter:
     """Adds up the time of the phases of a step.
 
-    "data" is the wait for data, "own" the time that this rank needs before it waits for others, "comm" the time that it
-    waits for others, and "step" the whole step. "aside" is everything that is not training (evaluation, previews,
-    waiting for a save); it is subtracted.
+    The phase "data" is the wait for data, "own" the time that this rank needs before it waits for other ranks, "comm"
+    the time that it waits for them, and "step" the whole step. "aside" is all time that is not training (evaluation,
+    previews, waiting for a save). It is subtracted from the elapsed time.
     """
 
     def __init__(self) -> None:
@@ -47,8 +48,8 @@ class Meter:
         self._since: float | None = None
 
     def phase(self, name: str) -> _Phase:
-        """Measures the body of a `with` statement under this name."""
-        if self._since is None:  # not set at construction: building the model is not part of the first step
+        """Returns a context manager that adds the time of its body to the phase `name`."""
+        if self._since is None:  # is not set in __init__, because building the model is not part of the first step
             self._since = perf_counter()
         phase = self._phases.get(name)
         if phase is None:
@@ -56,7 +57,7 @@ class Meter:
         return phase
 
     def add(self, name: str, seconds: float) -> None:
-        """Adds time of one step that was measured elsewhere to a phase."""
+        """Adds time to the phase `name` that was measured elsewhere for one step."""
         phase = self.phase(name)
         phase.seconds += seconds
         phase.added += 1
@@ -64,8 +65,8 @@ class Meter:
     def interval(self, samples: int) -> dict[str, float]:
         """Returns samples_per_s, step_ms and data_wait_ms since the last call, over `samples` trained samples.
 
-        Times are means per step; any further phase appears as `<name>_ms`. Returns an empty dict if no step has ended
-        since then.
+        Times are means per step. Every other phase except "aside" is returned as `<name>_ms`. Returns an empty dict if
+        no step has ended since the last call.
         """
         now = perf_counter()
         seconds = {name: phase.seconds for name, phase in self._phases.items()}
@@ -73,7 +74,7 @@ class Meter:
         if not steps or self._since is None:
             return {}
         elapsed = max(now - self._since - seconds.pop("aside", 0.0), 1e-9)
-        # What is measured elsewhere arrives one step late, so there may be fewer such times than steps.
+        # Times that were measured elsewhere arrive one step late, so there may be fewer of them than steps.
         times = {name: phase.added or steps for name, phase in self._phases.items()}
         for phase in self._phases.values():
             phase.seconds, phase.count, phase.added = 0.0, 0, 0
@@ -89,7 +90,7 @@ class Meter:
 
 
 def slowest(per_rank_ms: Sequence[float]) -> tuple[int, float]:
-    """Returns the slowest rank, and its time as a multiple of the median of the others."""
+    """Returns the slowest rank, and its time as a multiple of the median of the other ranks."""
     rank = max(range(len(per_rank_ms)), key=per_rank_ms.__getitem__)
     others = [ms for other, ms in enumerate(per_rank_ms) if other != rank]
     median = statistics.median(others) if others else per_rank_ms[rank]

@@ -14,9 +14,9 @@ log = logging.getLogger(__name__)
 
 
 def leave_note(file: Path, content: Mapping[str, Any]) -> None:
-    """Replaces the file atomically; a failure is only a warning."""
+    """Writes `content` to the file, which it replaces atomically. If that fails, logs a warning."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, json.dumps(content))
     except OSError as error:
-        log.warning("%s cannot be written (%s); the next attempt will not know: %s", file, error.strerror, content)
+        log.warning("%s cannot be written (%s), so the next attempt cannot use %s", file, error.strerror, content)

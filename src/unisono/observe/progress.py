@@ -1,9 +1,9 @@
-"""Shows the progress of long work: a live bar on a terminal, an occasional line in a log file or pipe.
+"""Shows the progress of long work: with a live bar on a terminal, or with an occasional line in a log file or pipe.
 
     with progress("encoding videos", len(videos)) as advance:
         for video in videos:
             encode(video)
-            advance()                      # one more; advance(3): three more; advance.to(17): 17 in total
+            advance()                      # adds 1; advance(3) adds 3; advance.to(17) sets the count to 17
 
 With `total=None` it shows the elapsed time. In a recipe's `prepare()`, call `work.progress(...)` with the same
 arguments; only rank 0 prints. Any thread may call `advance`. `advance.message(text)` prints a line above the bar, as
@@ -23,7 +23,7 @@ from unisono.formatting import format_duration, format_rate
 from unisono.observe.status_line import StatusLine, print_line, status_line
 
 FIRST_LINE_S, SLOWEST_LINES_S = 5.0, 60.0
-"""Without a terminal, lines are printed after 5 s, then after 10, 20 and 40 s more, then once per minute."""
+"""Without a terminal, the first line is printed after 5 s. The pause then doubles up to 60 s."""
 _DRAW_S = 0.2
 _SPINNER = "|/-\\"
 
@@ -38,10 +38,11 @@ def progress(
     enabled: bool = True,
     sink: Callable[[str], None] | None = None,
 ) -> Iterator[Advance]:
-    """Shows the progress of the work in the `with` block; yields a function to call when more work is done.
+    """Shows the progress of the work in the `with` block; yields an `Advance` to call whenever work is completed.
 
-    `of` is the amount over all ranks if `total` is this rank's share. `enabled=False` (ranks other than 0) and a total
-    of 0 show nothing. If `sink` is set, plain lines go to that function instead of stderr.
+    `total` is the amount of work, counted in `unit`; None if it is unknown. If it is only this rank's share, `of` is
+    the amount over all ranks. Nothing is shown with `enabled=False` (on ranks other than 0) or a total of 0. If `sink`
+    is set, plain lines go to that function instead of stderr.
     """
     advance = Advance(title, total, unit, of, sink)
     if not enabled or total == 0:
@@ -57,30 +58,30 @@ def progress(
 
 
 class Advance:
-    """Counts the completed work; call it when more is done."""
+    """Counts the completed work. Call it whenever work is completed."""
 
     def __init__(
         self, title: str, total: int | None, unit: str, of: int | None, sink: Callable[[str], None] | None
     ) -> None:
         self.total = total
-        """Total amount of work; may be set later, once it is known."""
+        """Total amount of work. It may be set later, when it is known."""
         self._title, self._unit, self._of = title, f" {unit}" if unit else "", of
         self.message: Callable[[str], None] = sink or print_line
         self._line: StatusLine | None = None if sink else status_line()
         self._done, self._note = 0.0, ""
         self._started = time.monotonic()
-        # (time, done) about once per second, so that the rate is that of the last minute.
+        # Contains (time, done) about once per second for the last minute, from which the rate is computed.
         self._history: deque[tuple[float, float]] = deque([(self._started, 0.0)], maxlen=60)
         self._lock, self._over = Lock(), Event()
         self._thread: Thread | None = None
 
     def __call__(self, amount: float = 1, note: str = "") -> None:
-        """Adds `amount`; `note` (a loss, a file name) is shown after the numbers."""
+        """Adds `amount` to the completed work. `note` (a loss, a file name) is shown after the numbers."""
         with self._lock:
             self._set(self._done + amount, note)
 
     def to(self, done: float, note: str = "") -> None:
-        """Sets the completed amount to `done`."""
+        """Sets the completed amount of work to `done`. `note` is shown after the numbers."""
         with self._lock:
             self._set(done, note)
 
@@ -99,7 +100,7 @@ class Advance:
         self._thread.start()
 
     def _run(self) -> None:
-        """Redraws the line regularly, so that a long item does not look like a hang."""
+        """Redraws the line regularly, so that a long piece of work does not look like a hang."""
         pause, spinner = FIRST_LINE_S, cycle(_SPINNER)
         while True:
             live = self._line is not None and self._line.live

@@ -1,4 +1,4 @@
-"""Counts the steps that a resumed run repeats, because they were logged after its last checkpoint."""
+"""Counts the steps that a resumed run repeats, because the previous start computed them after its last checkpoint."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from unisono.observe.folder import EVENTS, METRICS
 from unisono.observe.json_lines import parse_record
 from unisono.plain_files import open_regular
 
-_TAIL_BYTES = 2**16  # in bytes; enough for many lines, and quick to read
+_TAIL_BYTES = 2**16  # number of bytes to read from the end of a file; enough for many lines
 
 
 def count_repeated_steps(folder: Path, step: int) -> int:
-    """Returns how many steps after `step` the previous start logged; call it before metrics.jsonl is truncated."""
+    """Returns how many steps after `step` the previous start logged. Call it before metrics.jsonl is truncated."""
     logged = [step]
     for name in (METRICS, EVENTS):
         for record in _last_records(folder / name):

@@ -1,7 +1,7 @@
-"""The last line of a terminal, redrawn in place, with log lines printed above it.
+"""Redraws the last line of a terminal in place, and prints log lines above it.
 
-Nothing here hides the cursor, moves it up or redirects a stream, so even a kill leaves the terminal usable. Without a
-terminal nothing is drawn, and log lines are plain.
+This module never hides the cursor, moves it up or redirects a stream, so the terminal stays usable even after a kill.
+Without a terminal there is no status line, and log lines are printed as plain text.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ _CLEAR = "\r\x1b[K"
 
 
 class StatusLine:
-    """The status line of one stream; if the terminal is closed, it prints nothing more and the run continues."""
+    """The status line of one stream. If the terminal is closed, nothing more is printed and the run continues."""
 
     def __init__(self, stream: TextIO | None) -> None:
         self.stream = stream
         self.live = _is_terminal(stream)
         self._shown = ""
-        self._lock = RLock()  # the thread of a progress bar draws too
+        self._lock = RLock()  # needed because a progress bar draws in its own thread
 
     def show(self, fields: Sequence[str], fraction: float | None = None) -> None:
-        """Draws the fields, most important first; a narrow terminal shows fewer. `fraction` adds a progress bar."""
+        """Draws the fields, the most important ones first. A narrow terminal shows fewer. `fraction` adds a bar."""
         if not self.live:
             return
         kept, width = list(fields), self._width() - 1  # text in the last column would wrap
@@ -88,7 +88,7 @@ class StatusLine:
 
 
 def status_line() -> StatusLine:
-    """Returns the status line of stderr, which bars and log lines share, so that neither overwrites the other."""
+    """Returns the status line of stderr. Bars and log lines share it, so that neither overwrites the other."""
     global _own
     if _own is None or _own.stream is not sys.stderr:
         _own = StatusLine(sys.stderr)
@@ -96,7 +96,7 @@ def status_line() -> StatusLine:
 
 
 def print_line(text: str) -> None:
-    """Prints a line for the user on stderr, above the bar if one is shown; a closed stderr does not end a run."""
+    """Prints a line for the user on stderr, above the bar if one is shown. A closed stderr does not end the run."""
     status_line().print(text)
 
 
@@ -104,7 +104,7 @@ _own: StatusLine | None = None
 
 
 def _forget() -> None:
-    """Called in a forked process, such as a loader worker: the parent owns the bar, and a thread may hold its lock."""
+    """Drops the status line in a forked process, because the parent draws it and may hold its lock in a thread."""
     global _own
     _own = None
 

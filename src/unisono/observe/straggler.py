@@ -1,8 +1,8 @@
 """Detects the rank that slows down all others.
 
-Ranks run in lockstep, so a step takes the same time on all of them: that of the slowest rank. The detector compares the
-time that each rank needs itself, without its waits for the others. It reports a rank that is slower over several logged
-intervals in a row; a single slow interval (another program, a file that was not cached) is ignored.
+Ranks run in lockstep, so a step takes as long on all of them as on the slowest rank. The detector compares the time
+that each rank itself needs, without its waits for the others. It reports a rank that is slower in several consecutive
+logged intervals. A single slow interval, caused by another program or a file that was not cached, is ignored.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from dataclasses import dataclass
 SLOWER = 1.2
 """A rank is slow if it takes this many times the median time of the other ranks."""
 INTERVALS = 3
-"""A slow rank is a straggler after this many consecutive logged intervals,"""
+"""Number of consecutive logged intervals for which a rank must be slow to be a straggler."""
 STEADY_S = 3.0
-"""and for this many seconds, because an interval may last only a few milliseconds."""
+"""Number of seconds for which it must be slow as well, because an interval may last only a few milliseconds."""
 EVERY_S = 60.0
 """Seconds between two reports."""
 _NOISE_MS = 1.0  # milliseconds; smaller differences are ignored
@@ -34,15 +34,15 @@ class Straggler:
 
     @property
     def slower_percent(self) -> int:
-        """How much slower than the others the rank is, in percent."""
+        """By how many percent the rank is slower than the others."""
         return round((self.own_ms / self.others_ms - 1) * 100) if self.others_ms else 0
 
     def describe(self) -> str:
-        """Returns one line for the user."""
+        """Describes the straggler in one line for the user."""
         why = "waits longer for its data" if self.reason == "data" else "computes longer"
         return (
-            f"rank {self.rank} slows down the others: {self.own_ms:.1f} ms per step, the others {self.others_ms:.1f} "
-            f"ms ({self.slower_percent} % slower; it {why})"
+            f"rank {self.rank} slows down the others: it needs {self.own_ms:.1f} ms per step, the others "
+            f"{self.others_ms:.1f} ms ({self.slower_percent} % slower; it {why})"
         )
 
 
@@ -87,7 +87,7 @@ def _compare(rank: int, own_ms: float, median: float, waits_more_ms: float) -> S
 
 
 def medians_of_others(values: Sequence[float]) -> list[float]:
-    """Returns for each rank the median of all other ranks' values, by sorting them once; at least two ranks."""
+    """Returns for each rank the median of all other ranks' values. Sorts the values only once; needs at least two."""
     ordered = sorted(values)
     num = len(ordered) - 1
     low, high = (num - 1) // 2, num // 2

@@ -1,4 +1,4 @@
-"""Trackers, which receive a run's metrics and previews in addition to its folder. So far there is TensorBoard."""
+"""Sends a run's metrics and previews to trackers, in addition to the run folder. The only tracker is TensorBoard."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from unisono.observe.append_only_file import AppendOnlyFile
 from unisono.settings import ObserveSettings
 
 log = logging.getLogger(__name__)
-_NUMBERS = count()  # distinguishes the files of one process
+_NUMBERS = count()  # numbers in file names that distinguish the files of one process
 _LARGEST = 4 * 2**20  # largest image or text, in bytes
 
 
@@ -28,7 +28,7 @@ class Tracker(Protocol):
         ...
 
     def show(self, step: int, path: Path) -> None:
-        """Records a preview of `step`: an image or a text; ignores other files."""
+        """Records a preview of `step`, which is an image or a text. Ignores other files."""
         ...
 
     def close(self) -> None:
@@ -39,7 +39,7 @@ class Tracker(Protocol):
 class TensorBoardTracker:
     """Writes TensorBoard files to `folder`; needs the package tensorboard.
 
-    It does not use torch's SummaryWriter, whose thread dies on a full disk; after that all its methods raise.
+    It does not use torch's SummaryWriter, because that one's thread dies on a full disk and all its methods raise then.
     """
 
     def __init__(self, folder: str | Path, step: int = 0) -> None:
@@ -54,19 +54,19 @@ class TensorBoardTracker:
         self._records = RecordWriter(SimpleNamespace(write=self._file.append))  # one record per write
         self._add(file_version="brain.Event:2")
         if step:
-            # A run that was killed after its last checkpoint repeats some steps. This event hides the repeated steps in
-            # earlier files, so that a curve has each step once.
+            # A run that was killed after its last checkpoint repeats some steps. This event makes TensorBoard ignore
+            # these steps in earlier files, so that a curve contains each step once.
             self._add(step=step + 1, session_log=SessionLog(status=SessionLog.START))
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Records every number among `values` at `step`."""
         numbers = {name: value for name, value in values.items() if isinstance(value, int | float) and name != "step"}
-        # A single event, because an event per number would cost milliseconds at every logged step.
+        # Writes a single event, because an event per number would take milliseconds at every logged step.
         scalars = [self._summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
         self._add(step=step, summary=self._summary(value=scalars))
 
     def show(self, step: int, path: Path) -> None:
-        """Records a preview under its name; TensorBoard shows a slider over the steps."""
+        """Records a preview under its name. TensorBoard shows its versions with a slider over the steps."""
         tag = f"previews/{path.stem.removeprefix(f'step_{step:08d}_')}"
         try:
             if path.stat().st_size > _LARGEST:
@@ -89,7 +89,7 @@ class TensorBoardTracker:
 
 
 def image_size(content: bytes) -> tuple[int, int] | None:
-    """Returns width and height of a PNG or GIF; None for other formats, which are not sent to TensorBoard."""
+    """Returns the width and height of a PNG or GIF; None for other formats, which are not sent to TensorBoard."""
     if content.startswith(b"\x89PNG\r\n\x1a\n") and len(content) >= 24:
         return int.from_bytes(content[16:20]), int.from_bytes(content[20:24])
     if content[:6] in (b"GIF87a", b"GIF89a") and len(content) >= 10:
@@ -101,7 +101,7 @@ def _as_text(tag: str, content: bytes) -> Any:
     from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
     from tensorboard.compat.proto.tensor_pb2 import TensorProto  # type: ignore[import-untyped]
 
-    # Markdown: four spaces preserve lines and columns.
+    # TensorBoard renders Markdown, in which an indent of four spaces preserves lines and columns.
     lines = content.decode("utf-8", errors="replace").splitlines()
     text = TensorProto(dtype="DT_STRING", string_val=["\n".join(f"    {line}" for line in lines).encode()])
     plugin = SummaryMetadata.PluginData(plugin_name="text")
@@ -109,9 +109,10 @@ def _as_text(tag: str, content: bytes) -> Any:
 
 
 def curve_summaries(metrics: Mapping[str, float | list[float]]) -> dict[str, float]:
-    """Summarizes each curve of an evaluation in three numbers: eval/loss_by_level/first, mean and last.
+    """Summarizes each curve of an evaluation in three numbers: its first value, mean and last value.
 
-    One chart per point would bury all other charts; the report page shows the whole curve.
+    The name of the number is appended, as in eval/loss_by_level/first. With one chart per point, the other charts would
+    be hard to find. The report page shows the whole curve.
     """
     scalars: dict[str, float] = {}
     for name, curve in metrics.items():
@@ -131,5 +132,5 @@ def open_trackers(settings: ObserveSettings, folder: str | Path, step: int) -> l
         try:
             trackers.append(TensorBoardTracker(Path(folder, "tb"), step))
         except ImportError:
-            log.warning("TensorBoard is not installed, so tb/ stays empty; to write it: pip install tensorboard")
+            log.warning("TensorBoard is not installed, so tb/ stays empty; run pip install tensorboard")
     return trackers

@@ -1,4 +1,4 @@
-"""Shows the progress of training: on a terminal a live bar with the newest metrics, else a line per logged step."""
+"""Shows the progress of training: a live bar with the newest metrics on a terminal, else a line per logged step."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class TrainingLine:
 
     def __init__(self, total_steps: int, enabled: bool = True, stream: TextIO | None = None) -> None:
         self.total, self.until = total_steps, ""
-        """The last step, and a note if the run continues after it ("in this epoch")."""
+        """The step up to which the time left is counted, and a note if the run continues after it ("in this epoch")."""
         self._line: StatusLine = status_line() if stream is None else StatusLine(stream)
         self._enabled = enabled
         self._numbers: dict[str, Any] = {}
         self._drawn_at = 0.0
-        # (time, step) about once per second, so that the speed is that of the last half minute.
+        # Contains (time, step) about once per second for the last half minute, from which the speed is computed.
         self._history: deque[tuple[float, int]] = deque(maxlen=30)
 
     def step(self, step: int) -> None:
@@ -33,9 +33,9 @@ class TrainingLine:
             self._draw_if_due()
 
     def update(self, *, step: int, **numbers: Any) -> None:
-        """Shows loss, lr, speed, memory, device numbers, epoch and skipped of a step; ignores other metrics.
+        """Shows the metrics of a step: loss, skipped steps, speed, lr, memory, GPU load and epoch; ignores others.
 
-        On a terminal a metric that is not passed keeps its last value.
+        On a terminal, a metric that is not passed keeps its last value.
         """
         if not self._enabled:
             return
@@ -52,7 +52,7 @@ class TrainingLine:
             self._line.print(text)
 
     def close(self) -> None:
-        """Ends the line; the last numbers stay on the terminal."""
+        """Ends the line. The last numbers stay on the terminal."""
         if self._enabled and self._line.live and self._drawn_at:
             self._draw(time.monotonic())
             self._line.keep()
@@ -74,7 +74,7 @@ class TrainingLine:
         self._line.show(self._fields(now), self._numbers["step"] / max(1, self.total))
 
     def _fields(self, now: float) -> list[str]:
-        """Returns the parts of the line, most important first; a narrow terminal shows fewer."""
+        """Returns the parts of the line, the most important ones first."""
         numbers = self._numbers
         shown = [f"step {numbers['step']}/{self.total}"]
         if (loss := numbers.get("loss")) is not None:

@@ -1,8 +1,8 @@
-"""Adafactor (Shazeer and Stern, 2018), as in torch.optim, but also for shards.
+"""Adafactor (Shazeer and Stern, 2018), as in torch.optim, but also for sharded weights.
 
-The second moment of a matrix is stored as the means of its rows and columns; a weight with more dimensions is flattened
-to a matrix after its first dimension. On shards, the column means and the norms of weights and updates need two
-all-reduces per step, for all weights together.
+The second moment of a matrix is stored as the means of its rows and columns. A weight with more dimensions is flattened
+to a matrix after its first dimension. If weights are sharded, the column means and the norms of weights and updates are
+all-reduced, with two all-reduces per step for all weights together.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from unisono.parallel.row_shards import RowShards
 
 
 class Adafactor(ShardAwareOptimizer):
-    """Adafactor, whose state is one row and one column per matrix instead of two full moments."""
+    """Adafactor. Its state of a matrix is one row and one column instead of two full moments."""
 
     row_slots: ClassVar[frozenset[str]] = frozenset({"row_var"})
     whole_slots: ClassVar[frozenset[str]] = frozenset({"col_var"})
@@ -67,7 +67,7 @@ class Adafactor(ShardAwareOptimizer):
             self._store(weight, decayed - scale * update.view_as(weight))
 
     def _factors(self, group: dict[str, Any], weights: list[nn.Parameter]) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Updates the moments; returns the column moments, sum of row moments and sum of squares of each weight."""
+        """Updates the moments. Returns the column moments, sum of row moments and sum of squares of each weight."""
         partial: list[list[Tensor]] = []
         for weight in weights:
             state, gradient = self.state[weight], self._gradient(weight)
@@ -93,7 +93,7 @@ class Adafactor(ShardAwareOptimizer):
         return factors
 
     def _update(self, weight: nn.Parameter, columns: Tensor, rows: Tensor, size: Tensor) -> Tensor:
-        """The gradient divided by the square root of its estimated second moment."""
+        """Returns the gradient divided by the square root of its estimated second moment."""
         state: dict[str, Tensor] = self.state[weight]
         gradient = self._gradient(weight)
         tiny = torch.finfo(weight.dtype).eps
@@ -104,7 +104,7 @@ class Adafactor(ShardAwareOptimizer):
         return variance.clamp(min=tiny**2).rsqrt() * gradient.flatten(1)
 
     def _sums(self, weights: list[nn.Parameter], partial: list[list[Tensor]]) -> list[list[Tensor]]:
-        """Sums the values of sharded weights across ranks; the values of other weights are already complete."""
+        """Sums the values of sharded weights across ranks. The values of other weights are already complete."""
         sharded = [number for number, weight in enumerate(weights) if self.shards.is_sharded(weight)]
         summed = iter(self.shards.sum([tensor for number in sharded for tensor in partial[number]]))
         return [

@@ -1,4 +1,4 @@
-"""Base class of these optimizers, which skips steps on the device and knows how weights are sharded."""
+"""The base class of the optimizers in this package."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from unisono.parallel.row_shards import RowShards
 class ShardAwareOptimizer(Optimizer):
     """An optimizer whose result does not depend on how weights are sharded across ranks.
 
-    Like torch's fused optimizers it divides gradients by `grad_scale` itself, and changes nothing in a step for which
-    `found_inf` is 1. Subclasses compute new values and pass them to `_store`.
+    Like torch's fused optimizers, it divides gradients by `grad_scale` itself, and changes nothing in a step for which
+    `found_inf` is 1. Such a step is skipped on the device, without synchronizing with the host. Subclasses compute new
+    values and pass them to `_store`. `shards` describes how the weights are sharded.
     """
 
     _step_supports_amp_scaling: ClassVar[bool] = True
     row_slots: ClassVar[frozenset[str]] = frozenset()
     """Names of state tensors with one row per row of the weight, which are sharded like the weight."""
     whole_slots: ClassVar[frozenset[str]] = frozenset()
-    """Names of state tensors that every rank holds whole, whatever their shape."""
+    """Names of state tensors that every rank stores in full, whatever their shape."""
 
     found_inf: Tensor | None = None
     grad_scale: Tensor | None = None
@@ -42,7 +43,7 @@ class ShardAwareOptimizer(Optimizer):
             self._step_group(group, [weight for weight in group["params"] if weight.grad is not None])
 
     def _new_state(self, weight: nn.Parameter, group: dict[str, Any]) -> dict[str, Any]:
-        """The state of a weight before its first step."""
+        """Returns the state of a weight before its first step."""
         raise NotImplementedError
 
     def _step_group(self, group: dict[str, Any], weights: list[nn.Parameter]) -> None:
@@ -60,12 +61,12 @@ class ShardAwareOptimizer(Optimizer):
         target.copy_(value)
 
     def _count_step(self, state: dict[str, Any]) -> Tensor:
-        """Increments a weight's step counter, and returns it."""
+        """Increments a weight's step counter and returns it."""
         self._store(state["step"], state["step"] + 1)
-        # A skipped first step uses 1, because bias corrections would otherwise divide by 0.
+        # If the first step is skipped, the counter is 0 and bias corrections would divide by 0.
         return torch.clamp(state["step"], min=1)
 
 
 def step_counter(weight: Tensor) -> Tensor:
-    """A step counter on the weight's device."""
+    """Creates a step counter on the weight's device."""
     return torch.zeros((), dtype=torch.float32, device=weight.device)

@@ -1,4 +1,4 @@
-"""Combines several optimizers, each for its own weights, into one."""
+"""Combines several optimizers, each of which trains some of the weights, into one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 
 class CombinedOptimizer(Optimizer):
-    """Several optimizers, each for its own weights, with a common list of parameter groups and a common state."""
+    """Several optimizers for different weights, with a common list of parameter groups and a common state."""
 
     found_inf: Tensor | None = None
     grad_scale: Tensor | None = None

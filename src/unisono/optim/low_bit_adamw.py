@@ -1,11 +1,11 @@
-"""AdamW with its two moments in 8 or 4 bits instead of 32: a quarter or an eighth of the optimizer's memory.
+"""AdamW that stores its two moments in 8 or 4 bits, which takes a quarter or an eighth of AdamW's memory.
 
-A moment is stored in blocks of neighbouring elements of a row: a scale (the block's largest magnitude), and for each
-element a code, the index of the nearest value in a fixed table. Blocks never cross a row, and shards consist of whole
-rows, so the result does not depend on the number of ranks. Weights with a single dimension and small weights keep 32
-bits, as in the published optimizers (Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2022; Li et al.,
-Memory Efficient Optimizers with 4-bit States, 2023); torchao's optimizers form blocks within each shard, so their
-results depend on the number of ranks.
+A moment is stored in blocks of neighbouring elements of a row. Each block has a scale, which is the largest magnitude
+in the block, and each element has a code, which is the index of the nearest value in a fixed table. Blocks never cross
+a row, and shards consist of whole rows, so the result does not depend on the number of ranks. (torchao's optimizers
+form blocks within each shard, so their results do.) The moments of small weights and of weights with a single dimension
+stay in 32 bits, as in the publications (Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2022; Li et al.,
+Memory Efficient Optimizers with 4-bit States, 2023).
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ from torch.nn.functional import pad
 from unisono.optim.base import ShardAwareOptimizer, step_counter
 from unisono.parallel.row_shards import RowShards
 
-_SMALLEST = 4096  # number of elements; smaller weights are not worth compressing
-_BLOCK = {8: 256, 4: 128}  # number of elements per scale, as published
+_SMALLEST = 4096  # minimum number of elements of a weight whose moments are compressed
+_BLOCK = {8: 256, 4: 128}  # number of elements per scale, as in the publications
 
 
 @cache
 def code_book(bits: int, *, signed: bool) -> Tensor:
-    """The values of the codes, in ascending order, from -1 to 1.
+    """Returns the values of the codes in ascending order, from -1 (or 0, if not `signed`) to 1.
 
-    Each decade below 1 has half as many values as the one above it, so that small and large moments both have a small
-    relative error. The 4-bit second moment has evenly spaced values without 0, because updates divide by it.
+    The values cover several decades, so that small and large moments both have a small relative error. Each decade has
+    half as many values as the next larger one. The 4-bit second moment has evenly spaced values without 0, because
+    updates divide by it.
     """
     if bits == 4 and not signed:
         return torch.arange(1, 17, dtype=torch.float64) / 16
@@ -47,28 +48,28 @@ def code_book(bits: int, *, signed: bool) -> Tensor:
 
 @cache
 def _tables(bits: int, signed: bool, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The values of codes, and the borders between them."""
+    """Returns the values of codes, and the borders between them."""
     values = code_book(bits, signed=signed)
     return values.to(device, dtype), ((values[1:] + values[:-1]) / 2).to(device, dtype)
 
 
 @cache
 def _cells(bits: int, signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
-    """For each value of a float32's upper 16 bits the lowest code it can have, and for each code its upper border."""
+    """Returns the lowest code for each value of a float32's upper 16 bits, and the upper border of each code."""
     _, borders = _tables(bits, signed, torch.float32, torch.device("cpu"))
     upper = torch.arange(2**16, dtype=torch.int32)
-    # The bits of a negative number grow with its magnitude.
+    # As an integer, the bit pattern of a negative float grows with the magnitude of the float.
     lowest = (upper << 16 | torch.where(upper >= 2**15, 2**16 - 1, 0)).to(torch.int32)
     codes = torch.bucketize(lowest.view(torch.float32), borders)
     return codes.to(device), torch.cat([borders, torch.tensor([torch.inf])]).to(device)
 
 
 def nearest_codes(values: Tensor, bits: int, signed: bool) -> Tensor:
-    """The codes of the nearest values in the code book, for values from -1 to 1."""
+    """Returns the code of the nearest value in the code book for each of `values`, which range from -1 to 1."""
     if values.dtype != torch.float32:
         return torch.bucketize(values, _tables(bits, signed, values.dtype, values.device)[1])
-    # A binary search takes 20 times as long on a CPU. At most one border lies between numbers with the same upper 16
-    # bits, because neighbouring values of the code book are further apart.
+    # This is 20 times as fast as a binary search on a CPU. At most one border lies between numbers with the same upper
+    # 16 bits, because neighbouring values of the code book are further apart.
     codes, borders = _cells(bits, signed, values.device)
     lowest = codes.take((values.view(torch.int32) >> 16).bitwise_and_(2**16 - 1).long())
     return lowest + (values > borders.take(lowest))
@@ -76,13 +77,13 @@ def nearest_codes(values: Tensor, bits: int, signed: bool) -> Tensor:
 
 @dataclass(frozen=True)
 class BlockCodes:
-    """The format of a stored moment: the bits of a code, and whether values have a sign."""
+    """The format of a stored moment: the number of bits of a code, and whether values have a sign."""
 
     bits: int
     signed: bool
 
     def encode(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes and scales of a matrix; both have a row for each of its rows."""
+        """Returns the codes and scales of a matrix. Both have one row for each row of the matrix."""
         blocks = self._blocks(values)
         scales = blocks.abs().amax(dim=-1)
         unit = blocks / scales.clamp(min=torch.finfo(values.dtype).tiny).unsqueeze(-1)
@@ -90,16 +91,16 @@ class BlockCodes:
         return self._pack(codes), scales
 
     def decode(self, codes: Tensor, scales: Tensor, num_columns: int) -> Tensor:
-        """Decodes the matrix from codes and scales."""
+        """Returns the matrix that codes and scales represent."""
         values, _ = _tables(self.bits, self.signed, scales.dtype, scales.device)
         unit = values.take(self._unpack(codes)[:, :num_columns].long())
         return (self._blocks(unit) * scales.unsqueeze(-1)).flatten(1)[:, :num_columns]
 
     def _blocks(self, matrix: Tensor) -> Tensor:
-        """The matrix as (rows, blocks, elements); the last block of a row is padded with zeros."""
+        """Reshapes the matrix to (rows, blocks, elements). The last block of a row is padded with zeros."""
         size = min(_BLOCK[self.bits], matrix.shape[1])
         filled = pad(matrix, (0, -matrix.shape[1] % size))
-        return filled.view(len(matrix), filled.shape[1] // size, size)  # not -1, because a rank may hold no rows
+        return filled.view(len(matrix), filled.shape[1] // size, size)  # does not use -1, as a rank may have no rows
 
     def _pack(self, codes: Tensor) -> Tensor:
         if self.bits == 8:

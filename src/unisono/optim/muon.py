@@ -1,7 +1,7 @@
-"""Muon: orthogonalises the momentum of each matrix before applying it (Jordan et al., 2024).
+"""Muon, which orthogonalises the momentum of each matrix before applying it (Jordan et al., 2024).
 
-The orthogonalisation needs the whole matrix. On shards, the ranks take turns: each gathers some matrices,
-orthogonalises them, and returns the others' rows, so that the work is shared and the result is the same as with whole
+The orthogonalisation needs the whole matrix. If weights are sharded, the ranks share the work: each rank gathers some
+of the matrices, orthogonalises them, and sends the other ranks their rows. The result is the same as with whole
 weights.
 """
 
@@ -22,7 +22,7 @@ _RMS_OF_ADAMW = 0.2  # the typical root mean square of AdamW's updates
 
 
 class Muon(ShardAwareOptimizer):
-    """Muon for matrices, with updates scaled to the size of AdamW's, so that one learning rate suits both."""
+    """Muon for matrices. Its updates are scaled to the size of AdamW's, so that both can use the same learning rate."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Muon(ShardAwareOptimizer):
             gradient, buffer = self._gradient(weight), self.state[weight]["momentum_buffer"]
             averaged = torch.lerp(buffer, gradient, 1 - momentum)
             self._store(buffer, averaged)
-            directions.append(torch.lerp(gradient, averaged, momentum))  # Nesterov's
+            directions.append(torch.lerp(gradient, averaged, momentum))  # Nesterov momentum
         for weight, update in zip(weights, self._orthogonalised(weights, directions), strict=True):
             scale = _RMS_OF_ADAMW * max(self.shards.whole_shape(weight)) ** 0.5
             self._store(weight, weight * (1 - rate * decay) - rate * scale * update)
@@ -65,7 +65,10 @@ class Muon(ShardAwareOptimizer):
 
 
 def orthogonalise(matrix: Tensor) -> Tensor:
-    """The nearest matrix with singular values of about 1, by a Newton-Schulz iteration in bfloat16 (or float64)."""
+    """Returns the nearest matrix whose singular values are about 1, found by a Newton-Schulz iteration.
+
+    The iteration computes in bfloat16, or in float64 for a float64 matrix.
+    """
     a, b, c = _COEFFICIENTS
     result: Tensor = matrix if matrix.dtype == torch.float64 else matrix.bfloat16()
     if tall := matrix.shape[0] > matrix.shape[1]:

@@ -1,4 +1,4 @@
-"""The optimizers of this package by the names that `--optimizer` takes."""
+"""Creates the optimizers of this package from their names in the setting `optimizer`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def make(
     shards: RowShards,
     not_for_muon: Collection[str] = (),
 ) -> Optimizer:
-    """Creates the optimizer that the settings name. `not_for_muon` are matrices that AdamW trains instead of Muon."""
+    """Creates the optimizer that the settings name. With muon, AdamW trains the matrices named in `not_for_muon`."""
     name = settings.optimizer.lower()
     rates: dict[str, Any] = {"lr": settings.learning_rate, "weight_decay": settings.weight_decay}
     adam: dict[str, Any] = {**rates, "betas": (settings.beta1, settings.beta2), "eps": settings.epsilon}

@@ -1,8 +1,8 @@
-"""Prodigy (Mishchenko and Defazio, 2023): AdamW that estimates its own step size.
+"""Prodigy (Mishchenko and Defazio, 2023), a variant of AdamW that estimates its own step size.
 
-It compares the distance that the weights have moved with the gradients along the way, over the whole model. The
-estimate `d` grows from a tiny value to about the best constant learning rate within a few hundred steps;
-`learning_rate` multiplies it and is 1 in most runs. On shards the two sums of the estimate need one all-reduce of two
+The estimate compares the distance that all weights of the model have moved with the gradients along the way. The
+estimate `d` grows from a tiny value to about the best constant learning rate within a few hundred steps. It is
+multiplied by `learning_rate`, which is 1 in most runs. If weights are sharded, the estimate needs one all-reduce of two
 numbers per step.
 """
 
@@ -36,12 +36,12 @@ class Prodigy(ShardAwareOptimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "initial_d": initial_d}
         super().__init__(parameters, defaults, shards or RowShards())
         if len(self.param_groups) > 1:
-            raise ValueError("prodigy estimates one step size for all weights and takes one parameter group")
+            raise ValueError("prodigy estimates one step size for all weights and supports only one parameter group")
 
     def _new_state(self, weight: nn.Parameter, group: dict[str, Any]) -> dict[str, Any]:
         state: dict[str, Any] = {name: torch.zeros_like(weight) for name in ("exp_avg", "exp_avg_sq", "travelled")}
         state["initial"] = weight.detach().clone()
-        if weight is group["params"][0]:  # one estimate for the whole model, stored in the state of its first weight
+        if weight is group["params"][0]:  # the state of the first weight also stores the estimate for the whole model
             home = one_device(group["params"])
             d = torch.full((), group["initial_d"], dtype=weight.dtype, device=home)
             state |= {"d": d, "largest_d": d.clone(), "numerator": torch.zeros_like(d)}
@@ -73,7 +73,7 @@ class Prodigy(ShardAwareOptimizer):
             self._store(weight, torch.where(distance > 0, decayed - rate * state["exp_avg"] / denominator, weight))
 
     def _update_estimate(self, estimate: dict[str, Tensor], distance: Tensor) -> None:
-        """Updates d, which never shrinks: it is the largest estimate so far."""
+        """Updates `d`, the largest estimate so far, which never decreases."""
         current = estimate["d"]
         new = torch.where(distance > 0, estimate["numerator"] / distance.clamp(min=1e-38), current)
         largest = torch.maximum(estimate["largest_d"], new)

@@ -1,8 +1,8 @@
 """AdamW without a learning-rate schedule (Defazio et al., The Road Less Scheduled, 2024).
 
-The optimizer steps a sequence z, averages it into x, and computes gradients at a point y between both. The model's
-weights are y while it trains; evaluation, previews and exports use x, which at any step is about as good as the result
-of a full schedule. x is not stored: y = beta1 x + (1 - beta1) z.
+The optimizer applies steps to weights z, averages z over the steps to get x, and computes gradients at a point y
+between x and z. The model's weights are y during training. Evaluation, previews and exports use x, which at any step is
+about as good as the result of a full schedule. x is not stored, because it follows from y = beta1 x + (1 - beta1) z.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from unisono.parallel.row_shards import RowShards
 
 
 class ScheduleFreeAdamW(ShardAwareOptimizer):
-    """Schedule-free AdamW; `averages` returns the weights to evaluate and export."""
+    """Schedule-free AdamW. `average` returns the weights to evaluate and export."""
 
     def __init__(
         self,
@@ -44,7 +44,8 @@ class ScheduleFreeAdamW(ShardAwareOptimizer):
         for weight in weights:
             state, gradient = self.state[weight], self._gradient(weight)
             step = self._count_step(state).to(gradient.dtype)
-            # During a warm-up early points count less in the average, by the square of their rate.
+            # Weights each point in the average by the square of its learning rate, so that points of the warm-up count
+            # less.
             largest = torch.clamp(state["largest_rate"], min=rate)
             total = state["sum_of_shares"] + largest.square()
             share = torch.where(total > 0, largest.square() / total, 0)

@@ -1,1 +1,1 @@
-"""The base template, style sheet and chart module that all HTML pages of unisono share."""
+"""The base template, the style sheet and the chart module, which all HTML pages of unisono share."""

@@ -1,4 +1,4 @@
-"""Axes of charts: map values to SVG coordinates and choose round ticks."""
+"""Axes of charts, which map values to SVG coordinates and choose round ticks."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ def linear(
     least: float | None = None,
     most: float | None = None,
 ) -> Axis:
-    """Returns a linear axis with round ticks; unless `tight`, it also ends at ticks.
+    """Returns a linear axis with round ticks. Unless `tight` is set, it is extended to begin and end at ticks.
 
-    `least` and `most` limit the axis if no value exceeds them: the axis of a fraction ends at 1.
+    The axis is not extended beyond `least` and `most`, so the axis of a fraction can end at 1.
     """
-    if high - low <= max(abs(low), abs(high)) * 1e-9:  # all values are equal: add some room around them
+    if high - low <= max(abs(low), abs(high)) * 1e-9:  # all values are equal, so add some room around them
         room = abs(low) * 0.1 or 1.0
         low, high = low - room, high + room
         low = low if least is None else max(low, least)
@@ -67,13 +67,13 @@ def linear(
 
 
 def logarithmic(low: float, high: float, start: float, end: float) -> Axis:
-    """Returns a logarithmic axis, for positive values that span decades."""
+    """Returns a logarithmic axis for positive values that span several decades."""
     first, last = math.floor(math.log10(low) + 1e-9), math.ceil(math.log10(high) - 1e-9)
     last = max(last, first + 1)
     every = -(-(last - first) // 6)
     steps = (1, 2, 5) if last - first <= 3 else (1,)
     values = [m * 10.0**power for power in range(first, last + 1, every) for m in steps]
-    # Ends the axis at the ticks next to the values; an empty half decade would squeeze the line.
+    # Ends the axis at the ticks next to the values, because an empty half decade would squeeze the line.
     below = [value for value in values if value <= low * 1.0001] or values[:1]
     above = [value for value in values if value >= high * 0.9999] or values[-1:]
     low, high = min(below[-1], low), max(above[0], high)
@@ -82,7 +82,7 @@ def logarithmic(low: float, high: float, start: float, end: float) -> Axis:
 
 
 def spans_decades(low: float, high: float) -> bool:
-    """Whether the values span enough for a logarithmic axis."""
+    """Whether values from `low` to `high` span enough decades for a logarithmic axis."""
     return low > 1e-300 and high / low >= 50
 
 
@@ -92,7 +92,7 @@ def _round_step(step: float) -> float:
 
 
 def _label(value: float, step: float, largest: float) -> str:
-    """Returns the label of a tick; `largest` determines the unit, the same for all ticks of the axis."""
+    """Returns the label of a tick. `largest` determines the unit, which is the same for all ticks of the axis."""
     if value == 0:
         return "0"
     if largest >= 1e15 or step < 1e-5:

@@ -1,6 +1,6 @@
 """Draws charts as HTML and SVG that work without scripts, with screen readers, and in light and dark mode.
 
-The style sheet sets the colours by class. Each line contains its values as data attributes; chart.js reads them to show
+The style sheet sets the colours by class. Each line contains its values in data attributes, from which chart.js shows
 the values under the pointer.
 """
 
@@ -34,17 +34,18 @@ class Line:
     points: Sequence[Point]
     colour: int = 0
     trend: Sequence[Point] | None = None
-    """A smoothed line to draw over this line, which is then faint."""
+    """A smoothed version of this line. If it is set, it is drawn over this line, which is faint then."""
     old: bool = False
-    """Whether this is an earlier curve of the same metric, which is faint and not in the legend."""
+    """Whether this is an earlier curve of the same metric. Such a line is faint and not in the legend."""
     dots: bool = False
+    """Whether to draw a dot at each point."""
     joined: bool = True
-    """Whether a line joins the points."""
+    """Whether to join the points by a line."""
 
 
 @dataclass(frozen=True)
 class Mark:
-    """An event at a position of the x axis; where labels would overlap, only the first is shown."""
+    """An event at a position of the x axis. Where labels would overlap, only the first one is shown."""
 
     x: float
     label: str
@@ -53,7 +54,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Chart:
-    """The lines and marks of one chart."""
+    """A chart, which consists of lines and marks."""
 
     title: str
     lines: Sequence[Line]
@@ -64,11 +65,11 @@ class Chart:
     marks: Sequence[Mark] = field(default=())
     note: str = ""
     series: Sequence[object] = field(default=())
-    """Names of the series that the chart shows; only the caller uses them."""
+    """The series that the chart shows. Only the caller uses them."""
 
 
 def draw(chart: Chart, number: int) -> Markup:
-    """Returns the chart as a <figure>; `number` makes its ids unique on the page."""
+    """Returns the chart as a <figure>. `number` makes the ids of its elements unique on the page."""
     points = [point for line in chart.lines for point in line.points]
     if not points:
         return Markup()
@@ -90,7 +91,7 @@ def draw(chart: Chart, number: int) -> Markup:
     if y.log:
         notes.append("Logarithmic axis.")
     if any(line.trend for line in chart.lines):
-        notes.append("Faint: as logged. Bold: running mean.")
+        notes.append("The faint line shows the logged values, the bold line their running mean.")
     if notes:
         parts.append(f'<p class="note">{escape(" ".join(notes))}</p>')
     return Markup("\n".join(parts) + "</figure>")
@@ -116,7 +117,7 @@ def draw_bars(title: str, caption: str, values: Sequence[tuple[str, float]], not
 
 
 def _axes(chart: Chart, points: Sequence[Point], top: float) -> tuple[Axis, Axis]:
-    # Marks do not extend the axis: an early event must not squeeze the curve of a resumed run.
+    # Marks do not extend the axis, because an early event would squeeze the curve of a resumed run.
     x_low, x_high = min(x for x, _ in points), max(x for x, _ in points)
     y_low, y_high = min(y for _, y in points), max(y for _, y in points)
     if x_low == x_high:  # with a single step, the axis starts at 0

@@ -1,7 +1,7 @@
 """Renders a Jinja2 template to one HTML file that needs no network.
 
-A page is a template `NAME.html` that extends `base.html`. A style sheet `NAME.css` and a script `NAME.js` in the same
-folder are added to the common ones. Templates escape everything that is not `Markup`.
+A page is a template `NAME.html` that extends `base.html`. If the same folder contains a style sheet `NAME.css` or a
+script `NAME.js`, these are added to the common ones. Templates escape all text that is not `Markup`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ _HERE = Path(__file__).parent
 def render(template: Path, *, kind: str, title: str, media: str = "data:", charts: bool = False, **context: Any) -> str:
     """Returns the page as HTML.
 
-    `kind` is the command that writes the page; it later recognises its own pages by this name (`generator`). `media` is
-    the allowed source of audio and video. `charts` adds the script that shows a chart's values under the pointer.
+    `kind` is the name of the command that writes the page, by which the command later recognises its own pages
+    (`generator`). `media` is the allowed source of audio and video. `charts` adds the script that shows a chart's
+    values under the pointer. `context` are the variables of the template.
     """
     style = _read(_HERE / "style.css") + _read(template.with_suffix(".css"))
     script = (_read(_HERE / "chart.js") if charts else "") + _read(template.with_suffix(".js"))
-    # The policy allows only the page's own style and script, whatever the data contains, and no requests.
+    # The policy allows only the page's own style and script, and no requests, whatever the data contains.
     policy = (
         "default-src 'none'; base-uri 'none'; form-action 'none'; img-src data:; "
         f"media-src {media}; style-src '{_digest(style)}'; script-src '{_digest(script)}'"
@@ -45,18 +46,18 @@ def render(template: Path, *, kind: str, title: str, media: str = "data:", chart
 
 
 def generator(kind: str) -> str:
-    """Returns the element near the start of a page by which unisono recognises its own pages."""
+    """Returns the HTML element by which unisono recognises its own pages; it is near the start of a page."""
     return f'<meta name="generator" content="unisono {kind}">'
 
 
 def relative_link(path: Path, folder: Path) -> str:
-    """Returns the URL of a file relative to the page's folder; special characters in the name are escaped."""
+    """Returns the URL of a file relative to the page's folder, with special characters escaped."""
     relative = os.path.relpath(os.path.abspath(path), os.path.abspath(folder))
     return "./" + quote(os.fsencode(relative.replace(os.sep, "/")), safe="/")
 
 
 def web_link(address: str) -> str:
-    """Returns a web address for use in a link; empty for anything but http and https."""
+    """Returns a web address for use in a link; empty if it is neither http nor https."""
     is_web = address.lower().startswith(("http://", "https://"))
     return quote(address, safe="%/:=&?~+!$,;@()*[]#") if is_web else ""
 
@@ -71,7 +72,7 @@ def _digest(text: str) -> str:
 
 
 def _printable(value: Any) -> Any:
-    """Replaces unprintable characters: file names and titles may contain terminal or bidi control characters."""
+    """Replaces unprintable characters. File names and titles may contain terminal or bidi control characters."""
     if not isinstance(value, str) or isinstance(value, Markup) or value.isprintable():
         return value
     return "".join(char if char.isprintable() else " " if char.isspace() else "�" for char in value)

@@ -1,4 +1,4 @@
-"""Which blocks wait in host memory, and how many must, by arithmetic on bytes."""
+"""Computes from sizes in bytes which blocks, and how many, have to be stored in host memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class BlocksOnHost:
     """Bytes that each block takes on the device or on the host: its frozen weights, or, for blocks that are trained,
     its weights, gradients, optimizer state and average."""
     num_slots: int
-    """Blocks on the host that are also on the device at any time: one computes while the next one is copied."""
+    """Number of host blocks for which the device has room at any time: one computes while the next one is copied."""
     num: int = 0
     """Number of blocks on the host."""
     slot_bytes: Sequence[int] | None = None
@@ -27,10 +27,10 @@ class BlocksOnHost:
 
     @property
     def chosen(self) -> list[int]:
-        """The numbers of the blocks on the host: evenly spaced.
+        """The numbers of the blocks on the host, which are evenly spaced.
 
-        The copy of a block overlaps with the computation of all blocks up to the one before it. If the blocks on the
-        host were next to each other, each copy would have only a single block's computation to overlap with.
+        The copy of a block overlaps with the computation of the blocks before it, back to the previous block on the
+        host. If the blocks on the host were next to each other, a copy could overlap with only one block's computation.
         """
         return [(2 * i + 1) * len(self.movable_bytes) // (2 * self.num) for i in range(self.num)]
 
@@ -52,9 +52,9 @@ class BlocksOnHost:
         return sum(self.movable_bytes) - self.device_bytes
 
     def fewest(self, room: float) -> BlocksOnHost:
-        """As few blocks on the host as possible, so that the others and the slots fit into `room` bytes.
+        """Returns the variant with the fewest blocks on the host whose device memory fits into `room` bytes.
 
-        All blocks if even that does not fit.
+        If none fits, all blocks are on the host.
         """
         candidates = (replace(self, num=num) for num in range(len(self.movable_bytes) + 1))
         return next((it for it in candidates if it.device_bytes <= room), replace(self, num=len(self.movable_bytes)))

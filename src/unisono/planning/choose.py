@@ -1,4 +1,4 @@
-"""Chooses a strategy by arithmetic on bytes, and explains the choice."""
+"""Chooses a strategy from sizes in bytes, and explains the choice."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOM_FOR_ACTIVATIONS = 0.4
 
 @dataclass(frozen=True)
 class Demand:
-    """The memory of one whole replica, in bytes, without activations."""
+    """The memory, in bytes, that one unsharded replica needs without activations."""
 
     weights: int
     gradients: int
@@ -30,7 +30,7 @@ class Demand:
 
     @classmethod
     def of(cls, *, trainable_bytes: int, other_bytes: int, optimizer_slots: float, ema: bool) -> Demand:
-        """Computes the demand from a model's sizes; `optimizer_slots`: state tensors per weight (Adam: 2)."""
+        """Computes the demand from a model's sizes. `optimizer_slots` is the number of state tensors per weight."""
         return cls(
             weights=trainable_bytes + other_bytes,
             gradients=trainable_bytes,
@@ -40,7 +40,7 @@ class Demand:
 
 
 def choose_strategy(*, ranks: int, demand: Demand, device_memory: int | None) -> tuple[str, str]:
-    """The strategy that `auto` chooses, and the reason."""
+    """Returns the strategy that `auto` chooses, and the reason."""
     if ranks == 1:
         return "single", "one device"
     need = f"weights, gradients, optimizer and average take {format_bytes(demand.total)}"
@@ -54,9 +54,9 @@ def choose_strategy(*, ranks: int, demand: Demand, device_memory: int | None) ->
 
 
 def check_shard_size(shard_size: int | Literal["auto", "node", "all"], *, ranks: int, nodes: Sequence[int]) -> int:
-    """The number of ranks that hold one copy of the weights; rejects a number that does not divide `ranks`.
+    """Returns over how many ranks one copy of the weights is sharded; rejects a number that does not divide `ranks`.
 
-    `nodes` is the machine of each rank; empty for one machine. auto: all ranks.
+    `nodes` contains the number of each rank's machine; it is empty for one machine. auto counts as all ranks here.
     """
     if shard_size in ("auto", "all"):
         return ranks
@@ -81,19 +81,21 @@ def check_shard_size(shard_size: int | Literal["auto", "node", "all"], *, ranks:
 
 
 def divisors(number: int) -> list[int]:
-    """All numbers that divide `number`, ascending."""
+    """Returns all divisors of `number` in ascending order."""
     return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
 
 
 def choose_shard_size(*, ranks: int, nodes: Sequence[int], demand: Demand, device_memory: int | None) -> int:
-    """The shard_size that `auto` chooses: a machine, if there are several and one copy of the weights fits into one.
+    """Returns the shard_size that `auto` chooses.
 
-    Gathering weights then stays within a machine, and only gradients travel between machines.
+    If there are several machines and one of them has room for a copy of the weights, that is the number of ranks per
+    machine. Weights are then gathered within a machine, and only gradients are sent between machines. Otherwise it is
+    the number of all ranks.
     """
     if len(set(nodes)) < 2 or device_memory is None:
         return ranks
     try:
         size = check_shard_size("node", ranks=ranks, nodes=nodes)
-    except ConfigError:  # uneven machines
+    except ConfigError:  # the machines have different numbers of ranks, or ranks that are not consecutive
         return ranks
     return size if demand.total / size <= device_memory * (1 - ROOM_FOR_ACTIVATIONS) else ranks

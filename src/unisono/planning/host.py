@@ -1,4 +1,4 @@
-"""Total and free memory of the host, or of the container in which the process runs."""
+"""Reads the total and free memory of the host, or of the container in which the process runs."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ _LIMITS = (
 
 
 def free_host_memory() -> int:
-    """Bytes that a process can still allocate."""
+    """Returns how many bytes a process can still allocate."""
     available = _meminfo().get("MemAvailable", 0)
     for limit, used in _LIMITS:
         try:
             available = min(available, int(Path(limit).read_text()) - int(Path(used).read_text()))
-        except (OSError, ValueError):  # "max": no limit
+        except (OSError, ValueError):  # ValueError: the limit is "max", which means no limit
             continue
     return max(available, 1)
 
 
 def whole_host_memory() -> int:
-    """Bytes that all processes together can use, including swap."""
+    """Returns how many bytes all processes together can use, including swap."""
     memory = _meminfo()
     whole = memory.get("MemTotal", 0) + memory.get("SwapTotal", 0)
     for limit, _ in _LIMITS:

@@ -1,7 +1,7 @@
-"""Peak rates of GPUs, the 100 % of a run's model FLOPs utilization (MFU).
+"""Peak rates of GPUs, which correspond to a model FLOPs utilization (MFU) of 100 %.
 
-The numbers are the data sheets' rates of dense matrix products, in TFLOP/s. A GPU at its power limit sustains less: an
-H200 661 of its 989 TFLOP/s in bf16. `--peak_tflops` sets another 100 %.
+The numbers are the data sheets' rates of dense matrix products, in TFLOP/s. A GPU at its power limit sustains less. For
+instance, an H200 sustains 661 of its 989 TFLOP/s in bf16. `--peak_tflops` sets another peak rate.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class PeakRates:
-    """Dense matrix products in TFLOP/s; None if the GPU does not support the type."""
+    """Rates of dense matrix products in TFLOP/s, by data type; None if the GPU does not support the type."""
 
     bf16: float | None  # fp16 is equally fast
     tf32: float | None
@@ -40,13 +40,14 @@ _RATES = {
     r"V100-PCIE.*": PeakRates(112, None, 14),
     r"T4": PeakRates(65, None, 8.1),
 }
-"""GPU names as the driver reports them, without the maker."""
+"""Rates by pattern of the GPU's name as the driver reports it, without the manufacturer."""
 
 
 def peak_flops(gpu: str, precision: str) -> float | None:
-    """Peak rate of a GPU in FLOP/s for bf16, fp16, fp8, tf32 or fp32; None if it is not known.
+    """Returns the peak rate of a GPU in FLOP/s for bf16, fp16, fp8, tf32 or fp32; None if it is unknown.
 
-    A name that is not in the table exactly (a laptop's GPU, a MIG slice) has a different rate.
+    The name must match an entry of the table exactly, because similar names (a laptop's GPU, a MIG slice) have other
+    rates.
     """
     name = re.sub(r"^(NVIDIA |Tesla )+", "", gpu.strip())
     for pattern, rates in _RATES.items():

@@ -1,8 +1,8 @@
-"""Decides from heartbeats which rank hangs. Pure functions, shared by the launcher's monitor and the rank's watchdog.
+"""Decides from heartbeats which rank hangs. The launcher's monitor and the rank's watchdog share these functions.
 
 Ranks run in lockstep, so when one stops making progress, all of them stop. The rank furthest behind is the cause; ranks
-that wait in a collective are not. It counts as a hang only when that rank itself has exceeded its own limit: the others
-may legitimately wait for a rank that still makes progress, or that prepares data for hours.
+that wait in a collective are not. A rank hangs only if it has exceeded its own limit. The others may legitimately wait
+for a rank that still makes progress, or that prepares data for hours.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from unisono.cluster.awake_clock import AwakeClock
 from unisono.cluster.hangs.heartbeat import STEP_PHASES, Beat
 
-# Phases with the same number do not tell which rank is ahead, because a rank returns from prepare to start and the
-# phases of a step repeat; `index_in_step` decides then.
+# Phases with the same number do not show which rank is ahead, because a rank returns from prepare to start and the
+# phases of a step repeat. In that case, `index_in_step` decides.
 _ORDER = {"start": 0, "prepare": 0, **dict.fromkeys(STEP_PHASES, 1), "evaluate": 2, "preview": 3, "save": 4, "end": 5}
 
 
@@ -40,7 +40,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class RankStatus:
-    """The last beat of a rank and how long the rank has made no progress since."""
+    """The last beat of a rank, and the seconds since then without progress."""
 
     beat: Beat
     idle_s: float
@@ -48,7 +48,7 @@ class RankStatus:
 
     @property
     def rank(self) -> int:
-        """The rank."""
+        """Number of the rank."""
         return self.beat.rank
 
     @property

@@ -1,7 +1,7 @@
-"""The heartbeat of a rank: which phase of which step it last entered, and when.
+"""The heartbeat of a rank records which phase of which step the rank last entered, and when.
 
 The training loop calls `Heartbeat.at` at every phase of a step. The call writes one record to a small memory-mapped
-file in the job folder. The launcher can read the file even if the rank hangs, was killed or holds the GIL. A call costs
+file in the job folder. The launcher can read the file even if the rank hangs, was killed or holds the GIL. A call takes
 about a microsecond and synchronizes with neither the GPU nor another rank. Faults of `--inject` (`unisono.faults`)
 happen at the same points.
 """
@@ -22,7 +22,7 @@ _LAYOUT = struct.Struct("<dqqqq24s")  # wall clock, step, number of the beat, in
 _FILE = re.compile(r"heartbeat_rank(\d+)")
 
 STEP_PHASES = ("data", "forward", "backward", "reduce", "optimizer")
-"""The phases of a step in order; the first three repeat for each micro-batch. In `reduce`, ranks wait for others."""
+"""The phases of a step in order. The first three repeat for each micro-batch. In `reduce`, a rank waits for others."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Heartbeat:
     """Records the progress of this rank. Only the training thread calls `at`."""
 
     def __init__(self, rank: int = 0, folder: Path | None = None, injector: Injector | None = None) -> None:
-        """`folder` is the launcher's job folder; without one the heartbeat stays inside this process."""
+        """`folder` is the launcher's job folder. Without a folder, only this process can read the heartbeat."""
         self.rank, self.injector = rank, injector or Injector()
         self._number = self._index_in_step = self._first_step = 0
         self._memory: mmap.mmap | None = None
@@ -72,13 +72,13 @@ class Heartbeat:
 
 
 def clear_heartbeats(folder: Path, ranks: Collection[int]) -> None:
-    """Removes the heartbeats of these ranks; called before the ranks are restarted."""
+    """Removes the heartbeat files of these ranks, before the launcher restarts them."""
     for rank in ranks:
         (folder / f"heartbeat_rank{rank}").unlink(missing_ok=True)
 
 
 def read_heartbeats(folder: Path) -> list[Beat]:
-    """Returns the last beat of each rank that has one in `folder`, sorted by rank."""
+    """Returns the last beat of each rank that has written one to `folder`, sorted by rank."""
     beats = []
     for path in folder.iterdir():
         match = _FILE.fullmatch(path.name)

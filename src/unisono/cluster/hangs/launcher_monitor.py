@@ -28,7 +28,7 @@ class HangMonitor:
     def __init__(
         self, job_folder: Path, limits: Limits, run_folder: Path | None, print_line: Callable[[str], None]
     ) -> None:
-        """Saves stacks in `run_folder`; calls `print_line` with a message while the decision is pending."""
+        """Stacks are saved in `run_folder`. `print_line` receives a message while the decision is pending."""
         self._job_folder, self._limits, self._run_folder = job_folder, limits, run_folder
         self._print_line = print_line
         self._tracker = ProgressTracker()
@@ -40,8 +40,8 @@ class HangMonitor:
         statuses = self._tracker.update(last_beats(self._job_folder, pids))
         if hung_rank(statuses, self._limits) is None or self._tracker.clock.now < self._next_check:
             return None
-        # Stacks come second, because taking them interrupts the ranks. They decide where heartbeats cannot: inside
-        # FSDP's forward pass, only the stack shows which rank waits for the others.
+        # Takes stacks only after the heartbeats show a hang, because taking them interrupts the ranks. Inside FSDP's
+        # forward pass, only the stack shows which rank waits for the others.
         stacks = take_stacks(self._job_folder, pids)
         statuses = [replace(each, in_collective=is_in_collective(main_thread(stacks[each.rank]))) for each in statuses]
         status = hung_rank(statuses, self._limits)

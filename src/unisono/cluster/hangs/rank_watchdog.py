@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from unisono.cluster.environment import World
 
 _STORE_S = 10.0  # seconds to wait for the store; the hanging rank may be rank 0, which hosts it
-_SILENCE_S = 60.0  # a compiler, for instance, may hold the GIL for several seconds
+_SILENCE_S = 60.0  # seconds to wait for a rank's status; its watchdog cannot run while, say, a compiler holds the GIL
 _SILENT = "silent"  # the phase of a rank that has published nothing
 
 
@@ -77,7 +77,7 @@ class Watchdog:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._ending.is_set():  # an error that follows from the hang: lets the watchdog end the process
+        if self._ending.is_set():  # this error is a consequence of the hang; the watchdog ends the process
             time.sleep(60)
         self._closed.set()
         if self._thread is not None:
@@ -118,13 +118,13 @@ class Watchdog:
                 faulthandler.dump_traceback_later(limit + 4 * self._poll_s + 3.0, file=sys.__stderr__)
 
     def _exchange(self, status: RankStatus, exceeded: bool) -> None:
-        """Publishes this rank's status once any rank has asked for it; decides when all had time to answer."""
+        """Publishes this rank's status once any rank has asked for it; decides after all ranks had time to publish."""
         if self._store is None:
             self._store = open_store(self._world, "watchdog", _STORE_S)
         store = self._store
         if not exceeded and not store.check(["call"]):
             self._called_at = None
-            return  # the usual case: one short query per poll
+            return  # usually nobody has called, so each poll makes only one short query
         if store.check(["verdict"]):
             self._follow(json.loads(store.get("verdict")))
         if exceeded and self._called_at is None:
@@ -154,7 +154,7 @@ class Watchdog:
         return {rank: store.get(f"rank{rank}").decode() for rank in ranks}
 
     def _conclude(self, store: Store, own: RankStatus, waited_s: float) -> None:
-        """Writes a verdict that names the hanging rank, unless some rank still has time left."""
+        """Writes a verdict that names the hanging rank; returns without one if it is too early to decide."""
         published = self._published(store)
         statuses, calls = {}, {}
         for rank, text in published.items():
@@ -202,7 +202,7 @@ class Watchdog:
             finishes_within(FILES_S, lambda: record_event("hang", hang.event()))
         outcome, folder = hang.outcome(), os.environ.get(OUTCOMES)
         with contextlib.suppress(OSError, ValueError):
-            if folder and Path(folder).is_dir():  # the batch script prints it and restarts all ranks
+            if folder and Path(folder).is_dir():  # the batch script prints the outcome and restarts all ranks
                 write(Path(folder), outcome)
             else:
                 stack = f"{outcome.traceback}\n" if outcome.traceback else ""
@@ -215,7 +215,7 @@ class Watchdog:
         return save_stacks(self.run_folder, step, self._world.restart_count, stacks)
 
     def _exit(self, silent: Collection[int]) -> None:
-        """Ends the process once all responsive ranks know the verdict: the first to exit breaks their connections."""
+        """Ends the process once all responsive ranks have read the verdict. The first exit breaks their connections."""
         if self._store is not None:
             with contextlib.suppress(RuntimeError, OSError):
                 self._store.set(f"knows{self._world.rank}", "")

@@ -1,4 +1,4 @@
-"""Describes a hang for the user, the event log and the rank's outcome; both detectors use it."""
+"""Describes a hang for the user, the event log and the rank's outcome. Both hang detectors use this module."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from unisono.cluster.outcome import Outcome
 
 @dataclass(frozen=True)
 class Hang:
-    """A rank that hangs."""
+    """A hang, described by the rank that caused it."""
 
     status: RankStatus
     limits: Limits
     calls: Sequence[str]
-    """Python frames of its main thread, innermost call first; empty if there is no stack."""
+    """Python frames of the rank's main thread, innermost call first; empty if its stack could not be taken."""
     is_silent: bool = False
-    """Whether even that rank's watchdog thread does not respond."""
+    """Whether the rank's watchdog thread does not respond either."""
     stacks_note: str = ""
-    """The end of the message: where the stacks of all ranks are."""
+    """The end of the message, which says where the stacks of all ranks are saved."""
 
     def event(self) -> dict[str, Any]:
-        """Returns the details of the run's `hang` event."""
+        """Returns the details of the event `hang` in events.jsonl."""
         beat = self.status.beat
         return {"step": beat.step, "rank": beat.rank, "phase": beat.phase, "seconds": round(self.status.idle_s)}
 
     def outcome(self) -> Outcome:
-        """Returns the outcome of that rank: crashed, with its stack as the traceback."""
+        """Returns the outcome of the rank: crashed, with its stack as the traceback."""
         beat = self.status.beat
         if self.is_silent:
             message = (
@@ -45,7 +45,7 @@ class Hang:
 
 
 def describe(status: RankStatus) -> str:
-    """Returns a phrase such as "no progress for 60 s in forward of step 12"."""
+    """Returns a phrase such as "no progress for 60 s in reduce, waiting for other ranks"."""
     phase = {"start": "startup", "end": "shutdown"}.get(status.beat.phase, status.beat.phase)
     waiting = ", waiting for other ranks" if status.waits_for_peers else ""
     return f"no progress for {status.idle_s:.0f} s in {phase}{waiting}"

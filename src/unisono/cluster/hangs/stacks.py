@@ -1,8 +1,9 @@
 """Takes and saves the Python stacks of ranks.
 
-A rank that hangs cannot report its own position. So each rank first of all registers SIGUSR2 with Python's faulthandler
-(`write_stacks_on_signal`). The handler writes the stacks of all threads to a file in the job folder. It runs in C and
-works even while an extension holds the GIL. The launcher sends the signal, waits up to `ANSWER_S` and reads the files.
+A rank that hangs cannot report its own position. So each rank registers SIGUSR2 with Python's faulthandler as soon as
+it starts (`write_stacks_on_signal`). The handler writes the stacks of all threads to a file in the job folder. It runs
+in C and works even while an extension holds the GIL. The launcher sends the signal, waits up to `ANSWER_S` seconds and
+reads the files.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ ANSWER_S = 2.0
 """Seconds to wait for ranks to write their stacks; a running rank needs milliseconds."""
 
 FILES_S = 5.0
-"""Seconds to wait until a few lines are written to the run folder."""
+"""Maximum number of seconds to wait for a few lines to be written to the run folder."""
 
-_open: list[FileIO] = []  # faulthandler holds only the file descriptor: the file must stay open
+_open: list[FileIO] = []  # keeps the files open, because faulthandler stores only their descriptors
 # Frames in which a rank may be waiting for others; DDP reduces gradients inside autograd's engine.
 _WAITING = re.compile(r"[/\\]torch[/\\]distributed[/\\]|in _engine_run_backward|in synchronize$")
 _DEBUGGER = re.compile(r'[/\\](pdb|bdb|ipdb|_?pydevd\w*)\.py"')
@@ -49,23 +50,24 @@ def write_stacks_on_signal(job_folder: Path, rank: int) -> None:
 
 
 def clear_stacks(job_folder: Path, ranks: Collection[int]) -> None:
-    """Removes the stack files of these ranks; called before the ranks are restarted."""
+    """Removes the stack files of these ranks, before the launcher restarts them."""
     for rank in ranks:
         _file(job_folder, rank).unlink(missing_ok=True)
 
 
 def take_stacks(job_folder: Path, pids: Mapping[int, int]) -> dict[int, str]:
-    """Returns the stacks of the ranks with these process ids, by rank; for a rank without a stack, the reason."""
+    """Returns the stack of each rank, or the reason why it could not be taken; `pids` are process ids by rank."""
     for rank, pid in pids.items():
         with contextlib.suppress(ProcessLookupError, FileNotFoundError):
-            # Raises if the file does not exist: the rank has no handler yet, and the signal would kill it.
+            # If the file does not exist, the rank has no handler yet and the signal would kill it; truncate raises
+            # then.
             os.truncate(_file(job_folder, rank), 0)
             os.kill(pid, signal.SIGUSR2)
     deadline = time.monotonic() + ANSWER_S
     stacks: dict[int, str] = {}
     while True:
         before, stacks = stacks, {rank: _read(_file(job_folder, rank)) for rank in pids}
-        if all(stacks.values()) and stacks == before:  # complete: unchanged since the last read
+        if all(stacks.values()) and stacks == before:  # unchanged since the last read, and therefore complete
             break
         if time.monotonic() > deadline:
             break
@@ -74,7 +76,7 @@ def take_stacks(job_folder: Path, pids: Mapping[int, int]) -> dict[int, str]:
 
 
 def finishes_within(seconds: float, work: Callable[[], None]) -> bool:
-    """Runs `work` in a thread and returns whether it finished in time; a hanging disk cannot block the caller."""
+    """Runs `work` in a thread, so that a hanging disk cannot block the caller. Returns whether it finished in time."""
     thread = threading.Thread(target=work, name="files", daemon=True)
     thread.start()
     thread.join(seconds)
@@ -82,7 +84,7 @@ def finishes_within(seconds: float, work: Callable[[], None]) -> bool:
 
 
 def save_stacks(run_folder: Path | None, step: int, attempt: int, stacks: Mapping[int, str]) -> str:
-    """Saves stacks (by rank) in the run folder; returns the end of a message: where they are, or why saving failed."""
+    """Saves stacks (by rank) in the run folder; returns where they are, or why not, as the end of a message."""
     if run_folder is None:
         return ""
     folder, name = run_folder, f"step_{step:08d}-attempt{attempt}"
@@ -121,12 +123,12 @@ def own_main_thread() -> list[str]:
     """Returns the frames of this process's main thread, innermost call first; callable from any thread."""
     ident = threading.main_thread().ident
     frame = sys._current_frames().get(ident) if ident is not None else None
-    calls = traceback.walk_stack(frame) if frame is not None else ()  # reads no source files: the disk may hang
+    calls = traceback.walk_stack(frame) if frame is not None else ()  # reads no source files, because the disk may hang
     return [f'  File "{call.f_code.co_filename}", line {line} in {call.f_code.co_name}' for call, line in calls]
 
 
 def main_thread(stacks: str) -> list[str]:
-    """Extracts the frames of the main thread, innermost call first."""
+    """Returns the frames of the main thread in a text that faulthandler wrote, innermost call first."""
     blocks: list[list[str]] = []
     for line in stacks.splitlines():
         if line.startswith(("Thread ", "Current thread ")):

@@ -1,9 +1,10 @@
 """The elastic agent of one machine: starts its ranks, notices when one dies or hangs, and restarts all of them.
 
 `Agent` extends torch's `LocalElasticAgent`. torch's loop (`SimpleElasticAgent._invoke_run`) calls `_monitor_workers`
-ten times per second and acts on the result: SUCCEEDED ends the run, FAILED calls `_restart_workers` if any restarts are
-left, HEALTHY asks the rendezvous whether this machine has to regroup (`num_nodes_waiting`) and if so restarts as well.
-`_restart_workers` stops the ranks, calls `_rendezvous` for the next round and then `_start_workers`.
+ten times per second and acts on the result. After SUCCEEDED, it ends the run. After FAILED, it calls `_restart_workers`
+if any restarts are left. After HEALTHY, it asks the rendezvous whether this machine has to regroup
+(`num_nodes_waiting`), and if so restarts as well. `_restart_workers` stops the ranks, calls `_rendezvous` for the next
+round and then `_start_workers`.
 
 After `kill -9` of rank 1 on machine 1 of two:
 
@@ -14,13 +15,13 @@ After `kill -9` of rank 1 on machine 1 of two:
 2. `_kill_ranks` sends SIGKILL to the sessions of all other ranks of machine 1, and the method returns FAILED.
 3. `_restart_workers` renames the outcome files (`outcome.set_aside`), prints the cause, and puts it into the rendezvous
    client, whose `next_rendezvous` sends it to machine 0 with `ready`.
-4. Machine 0: its rendezvous server answers `ready` with `regroup: now` to every other machine. There
-   `num_nodes_waiting` becomes 1, and the agent of that machine kills its ranks and calls `next_rendezvous` too. (If its
-   ranks noticed the closed connections first, they died, and their outcomes only blame a peer: same result.)
-5. The server has heard `ready` from all machines, counts one restart and sends the same `Round` to all. `_rendezvous`
-   puts its name into the ranks' environment and computes the restarts that are left.
+4. Machine 0: its rendezvous server then sends `regroup: now` to every other machine. There `num_nodes_waiting` becomes
+   1, and the agent kills its ranks and calls `next_rendezvous` too. (If these ranks notice the closed connections
+   first, they die with outcomes that only blame a peer, and the agent continues in the same way.)
+5. When all machines have sent `ready`, the server counts one restart and sends the same `Round` to all. `_rendezvous`
+   puts the round's name into the ranks' environment and computes how many restarts are left.
 6. `_start_workers` starts the ranks. Each runs the same command, opens the run folder and continues from the last
-   committed checkpoint (`engine/run_folder/choose_checkpoint.py`); nothing about the checkpoint passes through here.
+   committed checkpoint (`engine/run_folder/choose_checkpoint.py`). The launcher does not deal with checkpoints.
 
 Only machine 0 records the restart in the run's `events.jsonl`. If no restart is left, or an outcome is final (a user
 error, a failure that would repeat), the agent stops and `Agent.exit_code` derives the exit code from the outcomes.
@@ -105,7 +106,7 @@ class PassThroughLogs(LogsSpecs):
         self.environ = environ
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Called by the agent with the variables of each rank, just before it starts them."""
+        """Completes the environment variables of each rank; the agent calls it just before it starts the ranks."""
         for env in envs.values():
             env.update(
                 {name: text for name, text in self.environ.items() if name not in env or name in _USER_VARIABLES}
@@ -115,7 +116,7 @@ class PassThroughLogs(LogsSpecs):
 
     @property
     def root_log_dir(self) -> str:
-        """The folder for the agent's log files; it writes none."""
+        """The folder for the agent's log files, of which there are none."""
         return os.devnull
 
 
@@ -128,14 +129,14 @@ class KilledByUser(BaseException):
 
 
 class Agent(LocalElasticAgent):
-    """torch's elastic agent, restarting only where a restart can help."""
+    """torch's elastic agent, changed to restart only where a restart can help."""
 
     def __init__(self, spec: WorkerSpec, logs: PassThroughLogs, job: Job) -> None:
         super().__init__(spec, logs)
         self.job = job
         assert isinstance(spec.rdzv_handler, RendezvousClient)
         self._rendezvous_client = spec.rdzv_handler
-        self._regrouping_since: float | None = None  # machines want to join: the ranks save and stop for them
+        self._regrouping_since: float | None = None  # when the ranks were first asked to save for machines that join
         self.waits_for_machines = False
         self._logs = logs
         self._starting = False
@@ -149,12 +150,12 @@ class Agent(LocalElasticAgent):
         """Kills all ranks at once and leaves `run` by raising `KilledByUser`."""
         self._killed_by = signum
         if self._starting:
-            return  # some ranks have no handle yet; `_start_workers` kills them when it is done
+            return  # some ranks have no handle yet; `_start_workers` kills all ranks once they are started
         self._kill_ranks()
         raise KilledByUser(signum)
 
     def exit_code(self) -> int:
-        """Returns the exit code of the run, from the ranks' outcomes; prints and records the cause of a failure."""
+        """Returns the exit code that follows from the ranks' outcomes; prints and records the cause of a failure."""
         ranks = [worker.global_rank for worker in self._worker_group.workers]
         by_rank = {outcome.rank: outcome for outcome in outcomes.read_all(self.job.folder)}
         by_rank.update({outcome.rank: outcome for outcome in self._outcomes})  # these outcomes contain the step
@@ -164,7 +165,7 @@ class Agent(LocalElasticAgent):
             if cause.kind != "user_error":  # after a user error, the run folder may belong to another run
                 self._record_event("failed", {"step": cause.step, "rank": cause.rank, "error": text})
         elif missing := sorted(set(ranks) - set(by_rank)):
-            print_line(f"rank {missing[0]} exited without an outcome")
+            print_line(f"rank {missing[0]} exited without writing an outcome")
         return outcomes.exit_code(list(by_rank.values()), ranks)
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
@@ -251,18 +252,18 @@ class Agent(LocalElasticAgent):
                 self._remaining_restarts = max(1, self._remaining_restarts)
         elif result.state == WorkerState.SUCCEEDED and self._stopped_for_joining_machines():
             self._rendezvous_client.leave_round()
-            return RunResult(state=WorkerState.HEALTHY)  # `num_nodes_waiting` is now 1: the agent begins a new round
+            return RunResult(state=WorkerState.HEALTHY)  # the agent begins a new round, as `num_nodes_waiting` is now 1
         return result
 
     def _restarts_uncounted(self, cause: Outcome | None) -> bool:
-        """Whether the next attempt differs so that it may succeed: it needs less memory. 0 restarts means none."""
+        """Whether the restart does not count because the next attempt needs less memory; False if max_restarts is 0."""
         return cause is not None and not cause.is_counted and self._worker_group.spec.max_restarts > 0
 
     def _save_for_joining_machines(self, worker_group: WorkerGroup) -> None:
         """Asks the ranks to save and stop, so that no step is lost when they restart with the machines that join."""
         if self._regrouping_since is None:
             self._regrouping_since = time.monotonic()
-        # One machine asks, because ranks agree on a stop. It waits a moment, so that all agents know the reason first.
+        # One machine is enough, because the ranks agree to stop. It waits, so that all agents know the reason first.
         due = worker_group.group_rank == 0 and time.monotonic() - self._regrouping_since > _ANNOUNCE_S
         if due and not self.job.stop_file.exists():
             self.job.ask_to_stop("a machine joins")
@@ -318,7 +319,7 @@ class Agent(LocalElasticAgent):
         while True:
             exited = {rank: status for rank, process in ranks.items() if (status := process.poll()) is not None}
             written = {outcome.rank for outcome in outcomes.read_all(self.job.folder)}
-            # Status 0 without an outcome is a death too: the recipe, or a library, has ended the process.
+            # Status 0 without an outcome counts as a death: the recipe, or a library, has ended the process.
             died = {rank: status for rank, status in exited.items() if status != 0 or rank not in written}
             if not died:
                 return []
@@ -344,7 +345,7 @@ class Agent(LocalElasticAgent):
         return hang.outcome()
 
     def _print_cause(self, cause: Outcome, ending: str) -> str:
-        """Prints what happened, and whether the same happened last time; returns the line without `ending`."""
+        """Prints the cause, whether it equals the previous one, and `ending`; returns the text without `ending`."""
         key = cause.rank, cause.step, cause.message.partition(";")[0]
         again = " (the same as before)" if key == self._previous_cause else ""
         self._previous_cause = key
@@ -363,8 +364,8 @@ class Agent(LocalElasticAgent):
 
 @contextlib.contextmanager
 def _own_handlers_restored() -> Iterator[None]:
-    """Restores the launcher's signal handlers: torch 2.9 replaces them whenever it starts ranks."""
-    # Includes SIGHUP even if it is ignored: otherwise nohup would not keep the run alive.
+    """Restores the launcher's signal handlers at the end, because torch 2.9 replaces them whenever it starts ranks."""
+    # Includes an ignored SIGHUP, because otherwise nohup would not keep the run alive.
     handlers = {signum: signal.getsignal(signum) for signum in {*stop_signals(), signal.SIGHUP, signal.SIGQUIT}}
     try:
         yield

@@ -3,9 +3,9 @@
 A rank writes its heartbeat (`heartbeat_rank0`), its stacks on request (`stack_rank0.txt`) and how it ended
 (`outcome_rank0.json`). The launcher writes the stop file (`stop`) and renames the outcomes of earlier attempts.
 
-A launcher locks its folder (flock) before it writes a marker file into it. A folder that has the marker but no lock
-therefore belongs to a launcher that is gone: the kernel releases a lock when its process ends. A folder without the
-marker is never removed, because it may belong to a user, or to a launcher that is just starting.
+A launcher locks its folder with flock before it writes a marker file into the folder. The kernel releases the lock when
+the launcher ends, so a folder with the marker but without a lock belongs to a launcher that is gone. A folder without
+the marker is never removed, because it may belong to a user, or to a launcher that is just starting.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def job_folder() -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        # Writes no marker on a file system without locks; other launchers would remove the folder otherwise.
+        # If the file system has no locks, no marker is written, because other launchers would then remove the folder.
         with contextlib.suppress(OSError):
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             (folder / _MARKER).touch()
@@ -48,8 +48,8 @@ def collect_outcomes(folder: Path, statuses: Mapping[int, int]) -> list[Outcome]
     """Returns the outcomes that ranks have written, and derives outcomes for ranks that exited without writing one.
 
     `statuses` are the exit statuses of the ranks that have exited; a rank that is still exiting may have written its
-    outcome too. The last heartbeat of a rank supplies the step, and the time of its death, which must precede the
-    failures that it causes on other ranks.
+    outcome too. The step of a derived outcome and its time come from the rank's last heartbeat. That time is earlier
+    than the failures that the death causes on other ranks.
     """
     by_rank = {outcome.rank: outcome for outcome in read_all(folder)}
     beats = {beat.rank: beat for beat in last_beats(folder, {*statuses, *by_rank})}
@@ -76,7 +76,7 @@ def _remove_if_abandoned(folder: Path) -> None:
         return
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        # Checks for the marker only while holding the lock: its writer either holds the lock or has exited.
+        # Checks for the marker only under the lock. A launcher that wrote a marker holds the lock until it exits.
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.fstat(handle).st_uid == os.geteuid() and (folder / _MARKER).is_file():
             shutil.rmtree(folder, ignore_errors=True)

@@ -8,7 +8,7 @@ others and restarts all of them; its docstring walks through a `kill -9`. This m
   polls (`signals.py`). The launcher never forwards SIGTERM, which torch's agent uses to kill ranks.
 - The exit code. Ranks write their outcome into the job folder and exit with status 0 after a good end, because torch's
   agent treats any other status as a failure. `Agent.exit_code` reads the outcomes.
-- Silence. torch's log lines are suppressed; the launcher prints one line per event.
+- Output. torch's log lines are suppressed; the launcher prints one line per event.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from unisono.devices import num_cpu_cores
 from unisono.errors import UserError
 
 JOB = "UNISONO_JOB"
-"""Environment variable: the job folder; its presence tells a rank that unisono's launcher started it."""
+"""Environment variable: the job folder. A rank for which it is set was started by unisono's launcher."""
 
 
 def launch(
@@ -56,10 +56,10 @@ def launch(
     """Runs `command` as `nproc` ranks on this machine and returns the exit code of the run.
 
     `nnodes` is the number of machines, or a (minimum, maximum) pair, in which case the run continues with the machines
-    that are available. `environ` is added to this process's environment. Ranks write their outcome to `job_folder`
-    (`unisono.cluster.outcome`) and exit with status 0 if it is a good one. After a crash the agent restarts all ranks,
-    at most `max_restarts` times, and calls `record_event`. A rank that makes no progress for longer than `limits`
-    counts as crashed; the stacks of all ranks are saved in `run_folder`.
+    that are available. The ranks inherit this process's environment, updated with `environ`. They write their outcomes
+    to `job_folder` (`unisono.cluster.outcome`) and exit with status 0 after a good one. After a crash the agent
+    restarts all ranks, at most `max_restarts` times, and calls `record_event`. A rank that makes no progress for longer
+    than `limits` counts as crashed, and the stacks of all ranks are saved in `run_folder`.
     """
     fewest, most = (nnodes, nnodes) if isinstance(nnodes, int) else nnodes
     config = _rendezvous_config(fewest, most, node_rank, rdzv_endpoint, nproc)
@@ -112,8 +112,8 @@ class _OnSignal:
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
         name = signal.Signals(signum).name
-        # SIGUSR1 and SIGHUP never kill: a scheduler sends SIGUSR1 as a warning and SIGTERM later, while ranks may still
-        # save.
+        # SIGUSR1 and SIGHUP never kill ranks, because a scheduler sends SIGUSR1 as a warning, after which ranks save,
+        # and SIGTERM later.
         can_kill = signum in (signal.SIGINT, signal.SIGTERM)
         if can_kill and self._agent.waits_for_machines:
             print_line(f"{name}: no longer waiting for the other machines")
@@ -142,7 +142,7 @@ def _rendezvous_config(
     fewest: int, most: int, node_rank: int | None, endpoint: str | None, nproc: int
 ) -> RendezvousConfig:
     if most > 1 and (endpoint is None or node_rank is None):
-        raise UserError(f"nnodes {most} needs node_rank (0 to {most - 1}) and rdzv_endpoint (machine 0, host:port)")
+        raise UserError(f"nnodes {most} needs node_rank (0 to {most - 1}) and rdzv_endpoint (host:port of machine 0)")
     if node_rank is not None and not 0 <= node_rank < most:
         raise UserError(f"node_rank {node_rank} is not one of the {most} machines; use 0 to {most - 1}")
     host, _, port = (endpoint or "localhost:0").rpartition(":")
@@ -158,7 +158,7 @@ def _rendezvous_config(
 
 @contextlib.contextmanager
 def _quiet_elastic() -> Iterator[None]:
-    """Disables the log lines of torch's agent and its signal handlers, which would end a run without a checkpoint."""
+    """Disables the log lines of torch's agent, and its signal handlers, which would end a run without a checkpoint."""
     loggers = [logging.getLogger(name) for name in ("torch.distributed.elastic", "torchelastic-events-null")]
     propagated = [logger.propagate for logger in loggers]
     silence = logging.NullHandler()

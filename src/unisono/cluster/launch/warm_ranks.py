@@ -1,11 +1,11 @@
 """Forks ranks from processes that have already imported torch, so that short runs start at once.
 
-Starting Python and importing torch takes seconds, while a short run takes a fraction of one. A program that makes many
-short runs, such as `unisono verify`, starts as many warm processes as its largest run has ranks; rank i of every run is
-a fork of warm process i. Each rank is still its own process: nothing that one run changes (torch's global flags, random
-state, the working directory) reaches the next, and a rank that crashes or hangs affects no other run. There are several
-warm processes rather than one because the ranks of a real run differ in what Python draws at startup, such as the
-iteration order of a set of strings.
+Starting Python and importing torch takes seconds, while a short run takes a fraction of a second. A program that makes
+many short runs, such as `unisono verify`, starts as many warm processes as its largest run has ranks. Rank i of every
+run is a fork of warm process i. Each rank is still its own process: nothing that one run changes (torch's global flags,
+random state, the working directory) affects the next, and neither does a rank that crashes or hangs. There are several
+warm processes, because the ranks of a real run differ in what Python draws at random at startup, such as the iteration
+order of a set of strings.
 
 The warm program reads requests from its standard input and writes process ids and exit statuses to its standard output,
 one line of JSON each (`unisono.engine.start.warm_rank` is such a program).
@@ -75,9 +75,9 @@ class WarmRanks:
     ) -> list[Outcome]:
         """Executes one run with a rank for each of `environs` and returns the outcomes of the ranks.
 
-        Ranks write their outcome to `job_folder`, as under `launcher.py`. When one dies, or makes no progress for
-        longer than `limits`, the others are killed. Rank i is a fork of warm process `first` + i. `on_poll` is called a
-        few times per second meanwhile.
+        Ranks write their outcome to `job_folder`, as under `launcher.py`. If one dies, or makes no progress for longer
+        than `limits`, the others are killed. Rank i is a fork of warm process `first` + i. While the run lasts,
+        `on_poll` is called about every 0.05 s.
         """
         warm = {rank: self._processes[(first + rank) % len(self._processes)] for rank in range(len(environs))}
         monitor = HangMonitor(job_folder, limits, None, lambda text: None)

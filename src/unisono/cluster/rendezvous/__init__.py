@@ -1,5 +1,5 @@
 """The rendezvous: how the launchers of several machines agree on who takes part in the next round of a run.
 
 `server.py` runs in the launcher of machine 0 and decides; `client.py` runs in every launcher and is what torch's
-elastic agent sees as its `RendezvousHandler`; `connection.py` carries JSON messages between the two.
+elastic agent sees as its `RendezvousHandler`; `connection.py` transports JSON messages between client and server.
 """

@@ -5,8 +5,8 @@ blocks until the server sends the next round. `num_nodes_waiting`, which the age
 ranks are healthy, returns a positive number when this machine has to regroup; the agent then kills its ranks and calls
 `next_rendezvous` again. `shutdown` disconnects.
 
-A thread reads the server's messages (`_receive`), another sends heartbeats. If the connection is lost, this machine
-counts as disconnected: the agent kills its ranks, and `next_rendezvous` reconnects for up to `JOIN_S`.
+One thread reads the server's messages (`_receive`), another sends heartbeats. If the connection is lost, the agent
+kills its ranks, and `next_rendezvous` tries to reconnect for up to `JOIN_S` seconds.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from unisono.cluster.rendezvous.server import RendezvousServer, Round
 from unisono.errors import UserError
 
 JOIN_S = 900.0
-"""Seconds that a machine waits for the others, at the start and after it lost them."""
+"""Seconds that a machine waits for the others, at the start and after it lost its connection."""
 
 _MESSAGE_AFTER_S = 10.0  # after this many seconds, a waiting machine prints what it waits for
 _RETRY_S = 0.5
@@ -43,10 +43,10 @@ _CONNECT_S = 5.0
 
 @dataclass(frozen=True)
 class RendezvousConfig:
-    """Which machine this is, how many there may be, and where the server listens."""
+    """The number of this machine, how many machines there may be, and where the server listens."""
 
     machine: int
-    ranks: int
+    ranks: int  # number of ranks on this machine
     min_machines: int
     max_machines: int
     host: str
@@ -68,7 +68,7 @@ class RendezvousClient(RendezvousHandler):
             )
             self._port = self._server.port
         self.cause: dict[str, Any] | None = None
-        """Why this machine wants a new round, if one of its own ranks caused it."""
+        """The failure on this machine that makes a new round necessary, if there was one."""
         self.round: Round | None = None
         self._last_attempt_at = 0.0
         self._changed = threading.Condition()
@@ -109,7 +109,7 @@ class RendezvousClient(RendezvousHandler):
         return RendezvousInfo(HashStore(), machines.index(self._config.machine), len(machines), store_info)
 
     def num_nodes_waiting(self) -> int:
-        """Returns 1 if this machine has to regroup or is disconnected: the agent then kills its ranks and rejoins."""
+        """Returns 1 if this machine has to regroup or is disconnected. The agent then kills its ranks and rejoins."""
         with self._changed:
             return int(self._regroup == "now" or self._connection is None or self._closed_because is not None)
 
@@ -135,7 +135,7 @@ class RendezvousClient(RendezvousHandler):
 
     @property
     def wants_checkpoint(self) -> bool:
-        """Whether machines wait to join while all ranks are healthy: the ranks should save a checkpoint and stop."""
+        """Whether the ranks should save a checkpoint and stop, because machines wait to join while all are healthy."""
         with self._changed:
             return self._regroup == "save"
 
@@ -172,7 +172,7 @@ class RendezvousClient(RendezvousHandler):
                     new_round, self._next_round = self._next_round, None
                     return new_round
                 if connection is not None and connection is not reported_on:
-                    self._next_round = None  # message of a round that this machine has left
+                    self._next_round = None  # a round that the previous connection has announced
                     connection.send(ready=self.cause)
                     reported_on = connection
                 elif connection is not None:
@@ -189,7 +189,7 @@ class RendezvousClient(RendezvousHandler):
 
     def _connect(self, waited_s: float) -> None:
         """Tries once to connect; `waited_s` is how long this machine has been trying."""
-        # The server may still hold this machine's own connection from before a network failure and reject the new one.
+        # After a network failure, the server may still have this machine's old connection and reject the new one.
         if self._rejected_because and waited_s > 2 * SILENCE_S:
             raise UserError(f"{self._rejected_because}; give each machine a different node_rank")
         time.sleep(max(0.0, self._last_attempt_at + _RETRY_S - time.monotonic()))

@@ -1,10 +1,10 @@
-"""A TCP connection between two launchers. It carries one JSON object per line and detects a peer that is gone.
+"""A TCP connection between two launchers. It transports one JSON object per line and detects a peer that is gone.
 
 A killed peer is detected at once, because its connection closes. A cut cable or a frozen machine is detected after
-`SILENCE_S` without a message; both sides send a heartbeat every `HEARTBEAT_S`. Time in which this process was itself
-suspended (Ctrl-Z) does not count as silence of the peer: the peer may be a thread of the same process, and the messages
-of another machine wait in the socket. Anything but a JSON object closes the connection, because port scanners and other
-programs connect to open ports too.
+`SILENCE_S` seconds without a message; both sides send a heartbeat every `HEARTBEAT_S` seconds. Time in which this
+process was suspended (Ctrl-Z) does not count as silence of the peer: the peer may be a thread of the same process, and
+messages from another machine wait in the socket. Any line that is not a JSON object closes the connection, because
+port scanners and other programs connect to open ports too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MAX_LINE_BYTES = 1 << 20
 
 
 class Connection:
-    """One end of a connection. Any thread may send; one thread reads."""
+    """One end of a connection. Any thread may send messages, but only one may read them."""
 
     def __init__(self, peer: socket.socket) -> None:
         self._socket = peer
@@ -80,7 +80,7 @@ class Connection:
                 yield message
 
     def close(self) -> None:
-        """Closes the connection; readers on both sides stop."""
+        """Closes the connection, which stops the readers on both sides."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()

@@ -43,24 +43,24 @@ LAST_CALL_FIRST_ROUND_S = 30.0
 """Seconds that the first round, which determines the effective batch, waits for machines beyond the minimum."""
 
 LAST_CALL_LATER_ROUNDS_S = 2.0
-"""The same in later rounds, where a late machine costs only one more round."""
+"""Seconds that later rounds wait for more machines. It is short, as a late machine only leads to another round."""
 
 
 @dataclass(frozen=True)
 class Round:
-    """The machines that train together, and why there is a new round."""
+    """The machines that train together, and what changed since the previous round."""
 
     number: int  # from 1
     name: str  # unique; prefixes the keys of this round in the ranks' store
     machines: list[list[int]]  # [machine, number of ranks], in the order of their ranks
     store_port: int  # port of the ranks' TCPStore on machine 0
-    num_restarts: int  # rounds that began because a rank died, but not of memory, nor because machines joined or left
+    num_restarts: int  # restarts so far, without those after running out of memory, or because machines joined or left
     joined: list[int]
     left: list[int]
     causes: list[dict[str, Any]]  # rank, step and cause of failures, from each machine that reported one
 
     def describe_change(self) -> str:
-        """Returns one line: which machines joined, left or came back, and how many continue."""
+        """Describes in one line which machines joined, left or came back, and how many continue."""
         joined, left = set(self.joined), set(self.left)
         changes = {"came back": joined & left, "joined": joined - left, "left": left - joined}
         parts = [
@@ -75,7 +75,7 @@ class Round:
 
 @dataclass(eq=False)
 class _Member:
-    """A connected machine. A machine that reconnects is a new member."""
+    """A connected machine. A machine that reconnects becomes a new member."""
 
     machine: int
     ranks: int
@@ -83,12 +83,12 @@ class _Member:
     connection: Connection
     last_message_at: float
     ready: bool = False  # none of its ranks is running
-    regroup_sent: str = ""  # the last `regroup` message sent to it in this round
+    regroup_sent: str = ""  # the last `regroup` message sent to this machine in this round
     cause: dict[str, Any] | None = None  # why the machine wants a new round
 
 
 class RendezvousServer:
-    """The server. Its methods may be called from any thread."""
+    """The rendezvous server. Any thread may call its methods."""
 
     def __init__(self, port: int, store_port: int, min_machines: int, max_machines: int, max_restarts: int) -> None:
         """Listens on `port` (0: any free port), and on all interfaces if there may be several machines."""
@@ -131,7 +131,7 @@ class RendezvousServer:
             try:
                 peer, address = self._server.accept()
             except OSError:
-                if self._shut_down.wait(0.1):  # else a temporary error, such as too many open files
+                if self._shut_down.wait(0.1):  # if not shut down, the error is temporary, such as too many open files
                     return
                 continue
             threading.Thread(target=self._serve, args=(Connection(peer), address[0]), daemon=True).start()
@@ -184,7 +184,7 @@ class RendezvousServer:
             self.end_run(str(message["closed"]))
 
     def _decide(self) -> None:
-        """Called after every change: ends the run, asks machines to regroup, or begins a new round."""
+        """Ends the run, asks machines to regroup, or begins a new round. Called after every change."""
         if self._closed_because is not None:
             return
         ready = [member for member in self._connected.values() if member.ready]

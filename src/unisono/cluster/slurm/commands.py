@@ -1,6 +1,6 @@
 """Calls SLURM's commands: submits a script, queries the state of a job, finds the address of a node.
 
-Every command is a list of arguments, never a shell string. If it fails, unisono reports its error message.
+Every command is a list of arguments, never a shell string. If a command fails, a UserError contains its error message.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class JobState:
         return self.name not in _WAITING | _RUNNING
 
     def describe(self) -> str:
-        """Returns the state as a short phrase for the terminal."""
+        """Describes the state in a short phrase for the terminal."""
         if self.name in _WAITING:
             return f"{self.name.lower()}{f' ({self.reason})' if self.reason else ''}"
         if self.name in _RUNNING:
@@ -88,7 +88,7 @@ def address_of(node: str) -> str:
     try:
         output = _call("scontrol", "show", "node", "--oneliner", node)
     except UserError:
-        return node  # connecting to it will raise a better error
+        return node  # a later attempt to connect to the node will raise a better error
     match = re.search(r"(?:^|\s)NodeAddr=(\S+)", output)
     return match[1] if match else node
 

@@ -19,7 +19,7 @@ from unisono.errors import EXIT_STOPPED, ConfigError
 EXIT_AGAIN = 76
 """Exit code with which `python -m unisono.engine.start.srun` asks the script to restart all ranks."""
 EXIT_SMALLER = 77
-"""The same, but the restart does not count: a rank ran out of memory, and the next attempt needs less."""
+"""Like EXIT_AGAIN, but the restart does not count, because a rank ran out of memory and the next attempt needs less."""
 
 OUTCOMES = "UNISONO_OUTCOMES"
 """Environment variable: the folder to which the ranks of one attempt write their outcomes."""
@@ -194,8 +194,8 @@ def _directives(job: BatchJob) -> list[str]:
 
 
 def _step_options(job: BatchJob) -> list[tuple[str, object]]:
-    # kill-on-bad-exit: without it the other ranks would wait for a dead one. cpus-per-task: since SLURM 22.05 srun does
-    # not inherit it from the job.
+    # Without kill-on-bad-exit, the other ranks would wait for a dead one. Since SLURM 22.05, srun does not inherit
+    # cpus-per-task from the job.
     options: list[tuple[str, object]] = [("--kill-on-bad-exit", 1)]
     if job.cpus_per_task is not None:
         options.append(("--cpus-per-task", job.cpus_per_task))

@@ -1,1 +1,1 @@
-"""Writes one self-contained HTML page about a run, from the files in its folder only."""
+"""Writes one self-contained HTML page about a run. It reads only the files in the run folder."""

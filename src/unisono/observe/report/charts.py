@@ -1,4 +1,4 @@
-"""Decides which metrics share a chart, in which order the charts appear, and how each is drawn."""
+"""Decides which metrics share a chart, in which order the charts appear, and how each chart is drawn."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _EVAL = "eval/"
 _NOISY = 40  # a series with at least this many values also gets a running mean
 _FEW = 60  # a line with at most this many values also gets dots
 _MAX_MARKS = 40
-_MAX_VARIANTS = 6  # further lines in a chart, which has eight colours
+_MAX_VARIANTS = 6  # number of variants in a chart with training and evaluation lines; there are eight colours
 _MAX_BARS = 24
 _MARKED = {
     "restart": "restart",
@@ -34,23 +34,23 @@ _MARKED = {
 """Events that are marked in charts, the most important first."""
 
 _UNORDERED = {"task", "goal", "class", "label", "group", "file", "video", "prompt", "language"}
-"""Categories (`…_by_task`) without an order: no line joins their points."""
+"""Names of categories without an order, as in `…_by_task`. No line joins the points of their curves."""
 
 _DEVICES = (
     ("mfu", "Model FLOPs utilization", ""),
     ("gpu_util", "GPU utilization", ""),
     ("gpu_power_w", "GPU power", "W"),
 )
-"""Numbers of each device: metric, title, unit."""
+"""Metrics of each device, with the title and the unit of their charts."""
 
 SPEED = {"samples_per_s", "step_ms", "data_wait_ms", "comm_ms", "compute_ms", "mem_gib", "mfu"}
 SPEED |= {"gpu_util", "gpu_power_w"}
 
 
 def learning_charts(metrics: Metrics, timeline: Timeline, named: Container[str] = ()) -> list[Chart]:
-    """Returns the charts of learning: the loss, evaluation metrics, then metrics of the recipe and the optimizer.
+    """Returns the charts of the loss, the evaluation metrics, the recipe's own metrics and the optimizer's metrics.
 
-    Curves in `named` are excluded: their entries have names, and `bar_chart` draws them.
+    Curves in `named` are excluded. Their entries have names, and `bar_chart` draws them.
     """
     series = metrics.series
     taken = {"loss", "lr", "grad_norm", f"{_EVAL}loss"} | SPEED
@@ -75,7 +75,7 @@ def learning_charts(metrics: Metrics, timeline: Timeline, named: Container[str] 
 
 
 def speed_charts(metrics: Metrics, timeline: Timeline) -> list[Chart]:
-    """Returns the charts of speed and memory, each only if the run has logged its metrics."""
+    """Returns the charts of speed and memory for which the run has logged metrics."""
     series = metrics.series
     times = [("step", "step_ms"), ("waiting for data", "data_wait_ms"), ("communication", "comm_ms")]
     times.append(("computation", "compute_ms"))
@@ -87,13 +87,13 @@ def speed_charts(metrics: Metrics, timeline: Timeline) -> list[Chart]:
             "Each rank's computation per step",
             computing := metrics.by_rank.get("compute_ms") or metrics.by_rank.get("own_ms", {}),
             unit="ms",
-            note=f"Without waiting for data and for other ranks. {_slowest(computing)}",
+            note=f"The time excludes waiting for data and for other ranks. {_slowest(computing)}",
         ),
         _ranks_chart(
             "Each rank's wait for the others per step",
             metrics.by_rank.get("comm_ms", {}),
             unit="ms",
-            note="Communication, and waiting for slower ranks, that does not overlap with computation.",
+            note="The time for communication and for slower ranks that does not overlap with computation.",
         ),
         _chart("Memory", [("peak", series.get("mem_gib"))], unit="GiB", from_zero=True, noisy=False),
         *(
@@ -107,7 +107,7 @@ def speed_charts(metrics: Metrics, timeline: Timeline) -> list[Chart]:
 def _ranks_chart(
     title: str, ranks: Mapping[int, Series], mean: Series | None = None, *, unit: str = "", note: str = ""
 ) -> Chart | None:
-    """A line for each rank if there are several, otherwise the mean."""
+    """Returns a chart with a line for each rank if there are several, otherwise with the mean."""
     lines: list[tuple[str, Series | None]] = [("mean", mean)] if mean is not None else []
     if len(ranks) > 1:
         lines = [(f"rank {rank}", series) for rank, series in sorted(ranks.items())]
@@ -119,7 +119,7 @@ def _slowest(ranks: Mapping[int, Series]) -> str:
     if not means:
         return ""
     rank = max(means, key=means.__getitem__)
-    return f"All ranks run at the speed of the slowest: on average rank {rank}, {format_number(means[rank], 3)} ms."
+    return f"The slowest rank, on average rank {rank} with {format_number(means[rank], 3)} ms, sets the speed of all."
 
 
 def marks(timeline: Timeline) -> list[Mark]:
@@ -134,10 +134,12 @@ def marks(timeline: Timeline) -> list[Mark]:
 
 
 def groups(names: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Finds quantities that several groups have, as quantity -> group -> metric; each quantity gets one chart.
+    """Finds quantities that were measured for several groups. Each quantity gets one chart with a line per group.
 
-    For instance `eval/train_return`, `eval/train_solved`, `eval/unseen_return` and `eval/unseen_solved`: at least two
-    groups share at least two quantities. Metrics that share only one may differ in kind (`flow_loss`, `velocity_loss`).
+    Returns quantity -> group -> metric. For instance, `eval/train_return`, `eval/train_solved`, `eval/unseen_return`
+    and `eval/unseen_solved` are the quantities return and solved of the groups train and unseen. At least two groups
+    must share at least two quantities, because metrics that share only one may be unrelated (`flow_loss`,
+    `velocity_loss`).
     """
     groups: dict[str, dict[str, str]] = {}
     for name in names:
@@ -149,22 +151,22 @@ def groups(names: Iterable[str]) -> dict[str, dict[str, str]]:
 
 
 def is_smoothed(series: Series) -> bool:
-    """Whether a running mean is drawn; the legend and the top of the page then show the mean, too."""
+    """Whether a running mean is drawn. If so, the legend and the top of the page also show the mean."""
     return series.count >= _NOISY
 
 
 def is_curve(series: Series) -> bool:
-    """Whether there is something to draw; single and constant values go into a table."""
+    """Whether the series is drawn as a line. Single and constant values are shown in a table instead."""
     return series.count > 1 and series.lowest < series.highest
 
 
 def _with_variants(names: Iterable[str]) -> dict[str, list[str]]:
-    """Returns each metric with its variants, which share its chart: `eval/MRR@10` with `eval/MRR@10_bm25`."""
+    """Returns each metric with its variants, which share its chart, as `eval/MRR@10_bm25` does with `eval/MRR@10`."""
     variants: dict[str, list[str]] = {name: [] for name in names}
     every = list(variants)
     for name in every:
         base = next((other for other in sorted(every, key=len) if name.startswith(f"{other}_")), None)
-        if base is not None and len(variants[base]) < _MAX_VARIANTS:  # the shortest name is no variant itself
+        if base is not None and len(variants[base]) < _MAX_VARIANTS:  # the shortest such name is not itself a variant
             variants[base].append(name)
             del variants[name]
     return variants
@@ -214,7 +216,7 @@ def _chart(
     if not lines:
         return None
     if gaps:
-        note = f"{format_count(gaps, 'value')} not finite and not drawn. {note}".strip()
+        note = f"Values that are not finite are not drawn ({format_count(gaps, 'value')}). {note}".strip()
     return Chart(
         title, lines, "step", unit, from_zero, may_be_log, list(marks), note, [series for _, series in named if series]
     )
@@ -233,12 +235,13 @@ def _curve_chart(name: str, curves: Curves) -> Chart | None:
         Line(f"step {format_number(step)}", newest.points(), dots=newest.count <= _FEW or not joined, joined=joined)
     )
     x_name = what.replace("_", " ") if by and stem else "index"
-    note = f"Bold: newest. Faint: earlier ones, from step {format_number(older[0][0])} on." if older else ""
+    first = format_number(older[0][0]) if older else ""
+    note = f"The bold line is the newest curve; faint lines are earlier ones, from step {first} on." if older else ""
     return Chart(title, lines, x_name, note=note)
 
 
 def bar_chart(title: str, curves: Curves, labels: Sequence[str]) -> Markup:
-    """Returns a bar per named entry of a metric, with its newest value; if there are many, the lowest and highest."""
+    """Returns a chart with a bar for the newest value of each named entry. Of many entries, shows the extreme ones."""
     if curves.newest is None:
         return Markup()
     step, newest = curves.newest

@@ -22,7 +22,7 @@ from unisono.pages.kit import render
 
 KIND = "report"
 _MAX_STARTS = 20
-_OF_ALL_RANKS = {"start", "resume", "restart"}  # one rank records it, but it concerns all
+_OF_ALL_RANKS = {"start", "resume", "restart"}  # events that concern all ranks, although one rank records them
 
 
 def page(run: Run, gallery: Gallery, now: datetime | None = None) -> str:
@@ -81,13 +81,13 @@ def _facts(run: Run, now: datetime) -> list[tuple[str, str]]:
         ("ranks", _changes(starts, "world") + (f", {strategy}" if strategy else "")),
         ("launcher", _changes(starts, "launcher")),
         ("seed", _text(run.record.get("seed"))),
-        # A resumed run keeps it, whatever batch_size is among its settings.
+        # A resumed run keeps its effective batch, even if the setting batch_size was changed.
         ("effective batch", _text(run.record.get("global_batch", "unknown"))),
     ]
 
 
 def _changes(starts: Sequence[dict[str, Any]], key: str) -> str:
-    """Returns the values of a key over the run's starts: 8 → 4 → 8."""
+    """Returns how a value changed over the run's starts, as in 8 → 4 → 8."""
     values = [_text(start.get(key)) for start in starts]
     changes = [value for before, value in pairwise(["", *values]) if value != before]
     return " → ".join([*changes[:3], "…", *changes[-3:]] if len(changes) > 7 else changes) or "unknown"
@@ -99,7 +99,7 @@ def _tiles(run: Run) -> list[tuple[str, str, str]]:
     tiles = [("steps", format_number(metrics.step), f"{format_number(metrics.samples)} samples{epochs}")]
     loss = metrics.series.get("loss")
     if loss is not None and loss.count:
-        # The same number as in the chart's legend.
+        # Shows the same number as the chart's legend.
         points, smoothed = (loss.trend(), ", smoothed") if is_smoothed(loss) else (loss.points(), "")
         more = f"from {format_number(points[0][1], 3)}, lowest logged {format_number(loss.lowest, 3)}"
         tiles.append((f"loss{smoothed}", format_number(points[-1][1]), more))
@@ -123,7 +123,7 @@ def _tiles(run: Run) -> list[tuple[str, str, str]]:
 
 
 def _headline(run: Run) -> str | None:
-    """Returns the evaluation metric for the top of the page: the one of the best checkpoint, or the first."""
+    """Returns the evaluation metric for the top of the page: best_metric if it is set, otherwise the first one."""
     evaluated = [name for name, series in run.metrics.series.items() if name.startswith("eval/") and series.count]
     chosen = run.part("config").get("best_metric")
     if chosen in evaluated:
@@ -149,7 +149,7 @@ def _metrics(run: Run) -> dict[str, Any]:
 
 
 def _labels(run: Run) -> dict[str, list[str]]:
-    """Returns the names of the entries of evaluation curves, from run.json, which may be damaged."""
+    """Returns the names of the entries of evaluation curves. Reads them from run.json, which may be damaged."""
     labels = {}
     for name, names in run.part("labels").items():
         curves = run.metrics.curves.get(f"eval/{name}")
@@ -167,7 +167,7 @@ def _faults(run: Run) -> dict[str, Any]:
     first, last = timeline.events()
     sentences = list(filter(None, [timeline.stops(), timeline.saves()]))
     if timeline.counts["injected"]:
-        sentences.append("Some faults were injected (--inject) and really happened in the run's processes.")
+        sentences.append("Some faults were injected with --inject; they really happened in the run's processes.")
     if not timeline.survived:
         sentences.insert(0, "Nothing went wrong.")
     return {
@@ -228,13 +228,14 @@ def _footer(run: Run, now: datetime) -> str:
     sentences = [f"Written by unisono {__version__} on {now:%Y-%m-%d at %H:%M} UTC from the run folder."]
     for file, count in run.damaged.items():
         if count:
-            sentences.append(f"{format_count(count, 'line')} of {file} skipped (damaged or incomplete).")
+            were = "was" if count == 1 else "were"
+            sentences.append(f"{format_count(count, 'line')} of {file} {were} skipped as damaged or incomplete.")
     if run.metrics.omitted:
         names = ", ".join(shorten(name, 60) for name in sorted(run.metrics.omitted)[:5])
-        sentences.append(f"{METRICS} has more metrics than this page can show; omitted among others: {names}.")
+        sentences.append(f"{METRICS} has more metrics than this page can show; it omits for instance {names}.")
     return " ".join(sentences)
 
 
 def _text(value: Any) -> str:
-    """Returns any value from run.json as text of limited length."""
+    """Converts any value from run.json to text of limited length."""
     return shorten(shown(value), 200)

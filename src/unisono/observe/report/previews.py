@@ -1,4 +1,4 @@
-"""Embeds the previews that the recipe wrote during training as HTML."""
+"""Converts the previews that the recipe wrote during training to HTML that contains their data."""
 
 from __future__ import annotations
 
@@ -31,23 +31,24 @@ _VIDEOS = {".mp4": "video/mp4", ".webm": "video/webm"}
 _NUMBERED = re.compile(r".*?_(\d{1,6})\.\w+")
 _MAX_CAPTION_LINES = 4
 _LISTS = ("captions.txt", "prompts.txt")
-"""Caption files: line i belongs to the preview sample numbered i."""
+"""Caption files. Line i of such a file is the caption of the preview sample with the number i."""
 _TEXTS = {".txt", ".md", ".json", ".csv", ".log"}
 
 
 @dataclass
 class Gallery:
-    """The previews as HTML, and which were omitted."""
+    """The previews that the page shows, and those that it omits."""
 
     shown: dict[str, list[tuple[int, Markup]]] = field(default_factory=dict)
-    """Name -> (step, HTML), newest first."""
+    """(Step, HTML) of the previews by name, newest first."""
     omitted: list[str] = field(default_factory=list)
+    """Names of the previews that are not shown, each with the reason."""
     captions: dict[tuple[str, int], str] = field(default_factory=dict)
-    """(Name, step) -> caption: line 3 of captions.txt belongs to sample_02.mp4, a.txt to a.png."""
+    """Captions by (name, step). a.txt has the caption of a.png, and line 3 of captions.txt that of sample_02.mp4."""
 
 
 def read_previews(folder: Path) -> Gallery:
-    """Reads previews/ of a run: the newest of each name, and a few earlier ones while the page is not too large."""
+    """Reads previews/ of a run: the newest preview of each name and, as far as there is room, a few earlier ones."""
     gallery, by_name = Gallery(), _list(folder / "previews")
     room = LARGEST_TOTAL
     earlier: list[tuple[str, int, Path]] = []
@@ -64,7 +65,7 @@ def read_previews(folder: Path) -> Gallery:
 
 
 def _set_captions(gallery: Gallery, by_name: dict[str, list[tuple[int, Path]]]) -> None:
-    """Adds captions to the images and videos that they belong to."""
+    """Assigns captions to the images and videos."""
     texts = {(name, step): path for name, steps in by_name.items() for step, path in steps if name.endswith(".txt")}
     for name, steps in gallery.shown.items():
         if Path(name).suffix.lower() in _TEXTS:
@@ -75,7 +76,7 @@ def _set_captions(gallery: Gallery, by_name: dict[str, list[tuple[int, Path]]]) 
             several = next((texts[each, step] for each in _LISTS if (each, step) in texts), None)
             if own is not None and isinstance(text := _read(own, LARGEST_FILE), bytes):
                 caption = text.decode("utf-8", errors="replace").strip()
-                if caption.count("\n") < _MAX_CAPTION_LINES:  # a table would be unreadable here; it has its own card
+                if caption.count("\n") < _MAX_CAPTION_LINES:  # a longer text, such as a table, has its own card
                     gallery.captions[name, step] = caption
             elif number and several is not None and isinstance(text := _read(several, LARGEST_FILE), bytes):
                 lines = text.decode("utf-8", errors="replace").splitlines()
@@ -88,14 +89,14 @@ def _list(folder: Path) -> dict[str, list[tuple[int, Path]]]:
     if folder.is_symlink():  # the page shows nothing from outside the run folder
         return by_name
     try:
-        entries = sorted(os.listdir(folder), reverse=True)  # step numbers are padded: newest first
+        entries = sorted(os.listdir(folder), reverse=True)  # newest first, because step numbers are padded with zeros
     except OSError:
         return by_name
     for entry in entries:
         match = _NAME.fullmatch(entry)
         if match:
             by_name.setdefault(match.group(2), []).append((int(match.group(1)), folder / entry))
-    # A list of captions comes after the images, and the numbered samples after the list.
+    # A caption file is listed after the images, and numbered samples are listed after the caption file.
     has_images = any(Path(name).suffix.lower() in _IMAGES and not _NUMBERED.fullmatch(name) for name in by_name)
     return dict(sorted(by_name.items(), key=lambda each: _order(each[0], has_images)))
 

@@ -23,19 +23,19 @@ _DRAWN_BY_RANK = ("own_ms", "compute_ms", "comm_ms", "mfu", "gpu_util", "gpu_pow
 
 
 class Metrics:
-    """The content of metrics.jsonl: numbers and curves by name, and the last position of the run."""
+    """The content of metrics.jsonl: numbers and curves by name, and the last step, sample and epoch."""
 
     def __init__(self) -> None:
         self.series: dict[str, Series] = {}
         self.curves: dict[str, Curves] = {}
         self.by_rank: dict[str, dict[int, Series]] = {}
-        """The numbers of each rank, by name: its own time, its wait for the others, its GPU's load."""
+        """Numbers by name and rank: a rank's own time, its wait for the others, its GPU's load."""
         self.step = self.samples = self.epoch = 0.0
         self.damaged = 0
         self.omitted: set[str] = set()
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Adds one line."""
+        """Adds one record of metrics.jsonl."""
         step = number(record.get("step"))
         if step is None:
             self.damaged += 1
@@ -86,11 +86,11 @@ class Run:
     metrics: Metrics
     timeline: Timeline
     damaged: dict[str, int]
-    """File -> lines that could not be read."""
+    """Number of lines that could not be read, by file."""
     running: bool
 
     def part(self, name: str) -> dict[str, Any]:
-        """Returns a mapping in run.json; empty if it is missing or not a mapping."""
+        """Returns the mapping `name` in run.json; empty if it is missing or not a mapping."""
         value = self.record.get(name)
         return value if isinstance(value, dict) else {}
 

@@ -1,7 +1,7 @@
-"""A metric over the steps of a run, in bounded memory.
+"""Stores a metric over the steps of a run in bounded memory.
 
-A run of a million lines is drawn with no more points than a screen can show. Peaks must stay visible, so neighbouring
-values go into buckets that remember their lowest and highest value, and their mean for the trend.
+Even a run of a million lines is drawn with no more points than a screen can show. Peaks must stay visible, so
+neighbouring values are combined into buckets that store their lowest and highest value, and their mean for the trend.
 """
 
 from __future__ import annotations
@@ -10,24 +10,24 @@ import math
 from collections.abc import Iterable, Sequence
 
 LIMIT = 2000
-"""Largest number of points of a series."""
+"""Maximum number of points of a series."""
 
 Point = tuple[float, float]
 _MAX_PENDING = 4096
-_LARGEST = 1e300  # above it, the difference of two values may overflow
-_SMALLEST = 1e-290  # below it, a fraction of a value may underflow to 0
+_LARGEST = 1e300  # the difference of two larger values may overflow
+_SMALLEST = 1e-290  # a fraction of a smaller value may underflow to 0
 
 
 def number(value: object) -> float | None:
-    """Returns the value if it is a number that can be drawn; None for "nan", text or a bool."""
-    # type() instead of isinstance: a bool is an instance of int, and this is called millions of times.
+    """Returns a value if it is a number that can be drawn; None for "nan", other text or a bool."""
+    # Uses type() instead of isinstance, because a bool is an instance of int and type() is faster in millions of calls.
     if (type(value) is float or type(value) is int) and -_LARGEST < value < _LARGEST:  # false for nan
         return value if value > _SMALLEST or value < -_SMALLEST else 0.0
     return None
 
 
 class _Bucket:
-    """Neighbouring values, summarized."""
+    """A summary of neighbouring values."""
 
     __slots__ = ("count", "high", "low", "x_high", "x_low", "x_total", "y_total")
 
@@ -47,13 +47,13 @@ class _Bucket:
 
 
 class Series:
-    """A metric over the steps of a run; it has at most `limit` points, however many values are added."""
+    """A metric over the steps of a run. It has at most `limit` points, however many values are added."""
 
     def __init__(self, points: Iterable[Point] = (), limit: int = LIMIT) -> None:
         self._limit = max((limit - 2) // 2, 2)  # a bucket has two points; the first and the last value are separate
         self._buckets: list[_Bucket] = []
         self._stride = 1
-        # Values are collected first, because a million of them one by one would take a minute.
+        # Collects values in lists first, because adding a million values to buckets one by one would take a minute.
         self._xs: list[float] = []
         self._ys: list[float] = []
         self._ends: list[Point] = []
@@ -70,7 +70,7 @@ class Series:
             self._fill_buckets()
 
     def take(self, x: float, value: object) -> None:
-        """Adds a value from a file if it is a number; otherwise counts it as a gap."""
+        """Adds a value from a file if it is a finite number; otherwise counts it as a gap."""
         y = number(value)
         if y is None:
             self.gaps += 1
@@ -136,7 +136,7 @@ class Series:
     def trend(self) -> list[Point]:
         """Returns a running mean over a twentieth of the series.
 
-        The window shrinks towards the beginning, where the loss falls steeply, so that the mean is not too low there.
+        The window shrinks towards the beginning. The loss falls steeply there, and a wide window would lower the mean.
         """
         means = sorted((b.x_total / b.count, b.y_total / b.count) for b in self._all_buckets())
         sums = [0.0]
@@ -150,7 +150,7 @@ class Series:
 
 
 class Curves:
-    """A metric that is a curve at each evaluation: the newest, and some older ones, evenly over the run."""
+    """A metric that is a curve at each evaluation. Stores the newest curve and some older ones, spread over the run."""
 
     def __init__(self, limit: int = 12) -> None:
         self._limit = limit
@@ -160,7 +160,7 @@ class Curves:
         self.newest: tuple[float, Series] | None = None
 
     def add(self, step: float, values: Iterable[object]) -> None:
-        """Adds the curve of a step; x counts from 1."""
+        """Adds the curve of a step. The x coordinates of its values are 1, 2, 3 and so on."""
         curve = Series()
         for index, value in enumerate(values, 1):
             curve.take(index, value)

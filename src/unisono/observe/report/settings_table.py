@@ -1,4 +1,4 @@
-"""The settings of a run for the report: those that were changed, the recipe's own, and those at their defaults."""
+"""Sorts the settings of a run for the report: changed ones, the recipe's own, and those with their default value."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _SOURCES = {
 
 @dataclasses.dataclass(frozen=True)
 class SettingRow:
-    """One setting."""
+    """A setting as a row of a table."""
 
     name: str
     value: str
     default: str
-    """Empty if only the recipe knows it."""
+    """Empty if the default is unknown, because the recipe defines the setting."""
     source: str
     doc: str
 
@@ -52,7 +52,7 @@ def settings_rows(
 
 
 def shown(value: Any) -> str:
-    """Returns a value as a user would type it."""
+    """Formats a value as a user would type it, in limited length."""
     if isinstance(value, str):
         return shorten(value)
     if value is None:

@@ -1,4 +1,4 @@
-"""Metrics that are shown in tables: single values, constants, and evaluations before and after training."""
+"""Makes the tables of metrics: single values, constants, and evaluations before and after training."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Row = Sequence[str]
 
 
 def before_and_after(metrics: Metrics) -> list[Row]:
-    """Returns the rows metric, value at step 0, last value, change, for metrics that were evaluated at step 0."""
+    """Returns a row for each metric that was evaluated at step 0: name, value at step 0, last value, change."""
     rows: list[Row] = []
     for name, series in metrics.series.items():
         first, last = series.first, series.last
@@ -28,7 +28,7 @@ def before_and_after(metrics: Metrics) -> list[Row]:
 
 
 def single_values(series: dict[str, Series], names: Iterable[str], drawn: Sequence[Chart]) -> list[Row]:
-    """Returns the metrics that no chart shows as rows: metric, value, when."""
+    """Returns a row for each metric in `names` that no chart in `drawn` shows: name, value, and at which steps."""
     shown = {id(points) for chart in drawn for points in chart.series}
     rows: list[Row] = []
     for name in names:

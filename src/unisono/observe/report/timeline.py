@@ -1,6 +1,6 @@
-"""The timeline of a run: the events of events.jsonl as sentences.
+"""The timeline of a run describes the events of events.jsonl as sentences.
 
-Saves and previews are only counted, and consecutive events of one kind on one rank become one line.
+Saves and previews are only counted. Consecutive events of one kind on one rank are combined into one line.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _COMMON = {"time", "kind", "step", "rank"}
 
 @dataclass
 class Event:
-    """One line of the timeline: an event, or several of the same kind in a row."""
+    """One line of the timeline: an event, or several consecutive events of the same kind."""
 
     kind: str
     event: dict[str, Any]
@@ -37,7 +37,7 @@ class Event:
 
     @property
     def tone(self) -> Tone:
-        """Determines the colour."""
+        """The tone of the event, which determines its colour."""
         return _KINDS[self.kind][1] if self.kind in _KINDS else "plain"
 
     @property
@@ -55,7 +55,7 @@ class Event:
 
 
 class Timeline:
-    """Collects the events of a run; it shows at most a few hundred."""
+    """Collects the events of a run, of which it shows at most a few hundred."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -64,13 +64,13 @@ class Timeline:
         self.began: datetime | None = None
         self.last_seen: datetime | None = None
         self.trained_seconds = 0.0
-        """From each start to its end, without the time between them."""
+        """Total time from each start to its end, without the time between starts."""
         self.killed = 0
-        """Starts that ended without an event (a kill, a power cut) or failed, and were continued by a later start."""
+        """Number of starts that failed or were killed (no event marks their end) and that a later start continued."""
         self.repeated = 0
-        """Steps repeated after a kill or a restart, because they came after the last checkpoint."""
+        """Number of steps repeated after a kill or a restart, because they came after the last checkpoint."""
         self.status: str | None = None
-        """The last of start, resume, restart, done, stopped and failed."""
+        """The kind of the last event among start, resume, restart, done, stopped and failed."""
         self._first: list[Event] = []
         self._last: deque[Event] = deque(maxlen=_LAST)
         self.num_hidden = 0
@@ -79,7 +79,7 @@ class Timeline:
         self._last_step: Any = None
 
     def add(self, event: Mapping[str, Any]) -> None:
-        """Adds one line of events.jsonl."""
+        """Adds one record of events.jsonl."""
         kind = event.get("kind")
         if not isinstance(kind, str):
             self.damaged += 1
@@ -98,7 +98,7 @@ class Timeline:
             self._show(kind, event, when)
 
     def events(self) -> tuple[list[Event], list[Event]]:
-        """Returns the first events and, after the hidden ones, the last."""
+        """Returns the first events and the last events. Events between these are hidden."""
         return self._first, list(self._last)
 
     def all(self) -> list[Event]:
@@ -115,7 +115,7 @@ class Timeline:
     def stops(self) -> str:
         """Returns a sentence about requested stops (Ctrl-C, a time limit), which are not faults."""
         count = self.counts["stopped"]
-        return f"Stopped {format_count(count, 'time')} by a signal, with a checkpoint." if count else ""
+        return f"A signal stopped the run {format_count(count, 'time')}, with a checkpoint." if count else ""
 
     def saves(self) -> str:
         """Returns a sentence about the saves."""
@@ -124,10 +124,11 @@ class Timeline:
             return "No checkpoint was saved."
         size = f", {format_bytes(self.save_bytes)} each" if self.save_bytes else ""
         seconds = format_number(self.save_seconds / count, 2)
-        return f"{format_count(count, 'checkpoint')} saved{size}, {seconds} s on average."
+        saved = f"{format_count(count, 'checkpoint')} {'was' if count == 1 else 'were'} saved"
+        return f"{saved}{size}, in {seconds} s on average."
 
     def _count_fault(self, kind: str, event: Mapping[str, Any]) -> None:
-        """Counts a kill, which shows as a start without an end before the next start."""
+        """Counts a kill, which is visible as two starts without an end of the first one between them."""
         if kind not in _BEGINS:
             return
         if self.status in _BEGINS:
@@ -144,7 +145,7 @@ class Timeline:
             return
         self.began = self.began or when
         if self._open_since is not None and kind in _BEGINS | _ENDS:
-            # A killed start has no last event, so its time ends with the latest one.
+            # A start that was killed has no final event, so its time ends with its last recorded event.
             end = when if kind in _ENDS else self.last_seen or when
             self.trained_seconds += max((end - self._open_since).total_seconds(), 0.0)
             self._open_since = None
@@ -153,7 +154,7 @@ class Timeline:
         self.last_seen = when
 
     def seconds(self, until: datetime | None) -> float:
-        """Returns the training time in seconds; a start that has not ended counts up to `until`."""
+        """Returns the training time in seconds. For a start that has not ended, counts the time up to `until`."""
         if self._open_since is None:
             return self.trained_seconds
         end = max(filter(None, (until, self.last_seen)), default=self._open_since)
@@ -177,7 +178,7 @@ class Timeline:
 
 
 def parse_time(text: object) -> datetime | None:
-    """Parses a time of run.json or events.jsonl; None for anything else."""
+    """Parses a time from run.json or events.jsonl; returns None if it is not a time."""
     if not isinstance(text, str):
         return None
     try:

@@ -1,4 +1,4 @@
-"""Writes the report to a file; overwrites an older report, but no other file."""
+"""Writes the report to a file. Overwrites an older report, but no other file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ REPORT = "report.html"
 
 
 def write_report(folder: Path, output: Path | None = None) -> Path:
-    """Writes the report of the run in a folder to `output` (report.html in that folder) and returns its path."""
+    """Writes the report of the run in `folder` to `output` (default: report.html in `folder`); returns its path."""
     file = folder / REPORT if output is None else output
     run = read_run(folder)
     _check_overwritable(file)
