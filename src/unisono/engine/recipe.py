@@ -173,6 +173,10 @@ class Recipe:
     """Whether base_precision has weights to convert. False rejects the setting before prepare(); None: the engine looks
     at model() and frozen(); True: also if it finds none there, because the recipe converts weights itself."""
 
+    is_estimate: bool = False
+    """Whether this object only serves to predict memory: prepare() is not called, and loss() gets tensors without data.
+    """
+
     many_shapes: ClassVar[bool] = False
     """Whether batches have many shapes; attention then avoids cuDNN, which is slow for each new shape."""
 
@@ -290,6 +294,14 @@ class Recipe:
         that is the product of its shape.
         """
         raise NotImplementedError
+
+    def example(self) -> Any | None:
+        """A sample like those of dataset("train"), of the largest shape, made from the settings without reading data.
+
+        Its tensors may be on the meta device. `--fit` with `--print_config` predicts memory with it; with None it reads
+        a sample of dataset("train"), which then must work without prepare().
+        """
+        return None
 
     def collate(self, items: list[Any]) -> Any:
         """Makes a batch from items; by default torch's default_collate."""

@@ -191,6 +191,22 @@ class WanFlow(WanRecipe):
             )
         return data
 
+    def example(self) -> Any:
+        """A sample of the largest size that the settings allow."""
+        import torch
+
+        config, encoders = self.config, self.setup.encoders
+        flow, geometry = self.setup.flow, encoders.geometry
+        flow.levels.cdf(flow.low), flow.levels.cdf(flow.high)  # cached, because a prediction has no numbers to bisect
+        pixels = config.height * config.width or config.max_pixels
+        height = config.height or int(pixels**0.5)
+        width = config.width or pixels // height
+        frames = 1 + (config.num_frames - 1) // geometry.temporal_factor
+        size = (geometry.channels, frames, height // geometry.spatial_factor, width // geometry.spatial_factor)
+        even = (*size[:2], *(side - side % geometry.patch for side in size[2:]))
+        text = torch.empty(encoders.text_length, encoders.text_width, dtype=encoders.text_dtype, device="meta")
+        return {"latent": torch.empty(even, device="meta"), "text": text}
+
     def collate(self, items: list[Any]) -> Any:
         """Collates samples of one shape into a micro-batch."""
         from unisono.recipes.wan_flow.loss import collated
@@ -237,7 +253,7 @@ class WanFlow(WanRecipe):
 
     def without_caption(self, like: Tensor) -> Tensor:
         """The embedding of the empty caption, on the device and in the dtype of `like`."""
-        if not self.config.caption_dropout and self.config.guidance == 1:
+        if self.is_estimate or (not self.config.caption_dropout and self.config.guidance == 1):
             return like.new_zeros(like.shape[-2:])
         copies = self._no_caption
         if (like.device, like.dtype) not in copies:
@@ -256,7 +272,7 @@ class WanFlow(WanRecipe):
     def loss(self, model: nn.Module, batch: Any, noise: Noise) -> Loss:
         """The squared error of the velocity: the mean over each sample's elements, summed over samples."""
         latent, text = self._inputs(model, batch)
-        if self._base_to_record is not None:
+        if self._base_to_record is not None and not self.is_estimate:
             self._base_to_record.record()
             self._base_to_record = None
         return self.setup.flow.loss(model, latent, text, self.without_caption(text), noise)  # type: ignore[arg-type]

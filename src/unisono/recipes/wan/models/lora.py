@@ -83,7 +83,7 @@ def _draw(layer: Any, name: str) -> None:
         linear.to_empty(device="cpu" if linear.weight.is_meta else linear.weight.device).to(wide)
     first, second = layer.lora_A[_ADAPTER].weight, layer.lora_B[_ADAPTER].weight
     seed = key_of(Purpose.WEIGHTS, torch.initial_seed(), crc32(name.encode()))
-    initial = torch.empty(first.shape)
+    initial = torch.empty(first.shape, device=first.device)  # whatever the default device is
     nn.init.kaiming_uniform_(initial, a=math.sqrt(5), generator=torch.Generator().manual_seed(seed & (2**63 - 1)))
     with torch.no_grad():
         first.copy_(initial)

@@ -1,0 +1,156 @@
+"""Chooses settings with which a run fits into memory, in the order that costs least speed.
+
+Each rung adds settings to those of the rungs above it, until the predicted memory fits. A rung that sets anything that
+the user has set is skipped. To add a setting, add a rung.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from unisono.planning.memory.estimate import Estimate
+
+Flags = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What decides which rungs a run can use."""
+
+    fixed: Collection[str]  # settings that may not change
+    allows_lossy: bool
+    micro_batch: int
+    ranks: int = 1
+    has_blocks: bool = True
+    has_frozen_linears: bool = False  # frozen linear layers that base_precision can convert
+    is_recorded: bool = False  # cuda_graph: the recording excludes recomputation and block swap
+    may_offload: bool = False  # fsdp_cpu_offload is possible
+    optimizer: str = "adamw"  # "" if the recipe brings its own
+    fewest_blocks: Callable[[Flags, float], int] = lambda flags, room: 0
+    """The fewest blocks on the host with which a run with these flags fits into `room` bytes; all, if it never does."""
+
+
+@dataclass(frozen=True)
+class Rung:
+    """Settings to try next."""
+
+    candidates: Callable[[Situation, Flags, float], Iterable[Flags]]
+    """The settings, given those of the rungs above and the room in bytes; each is tried in turn."""
+    names: Collection[str]  # of the settings
+    applies: Callable[[Situation], bool] = lambda situation: True
+    is_lossy: bool = False  # the result changes beyond rounding
+
+
+def _fixed(**flags: Any) -> Callable[[Situation, Flags, float], Iterable[Flags]]:
+    return lambda situation, above, room: [flags]
+
+
+def _smaller(situation: Situation, above: Flags, room: float) -> Iterable[Flags]:
+    size = situation.micro_batch
+    while size > 1:
+        size = -(-size // 2)
+        yield {"micro_batch": size}
+
+
+def _fewest(situation: Situation, above: Flags, room: float) -> Iterable[Flags]:
+    if num := situation.fewest_blocks({**above, "blocks_on_host": 0}, room):
+        yield {"blocks_on_host": num}
+
+
+def _can_recompute(situation: Situation) -> bool:
+    return not situation.is_recorded
+
+
+def _has_blocks(situation: Situation) -> bool:
+    return situation.has_blocks and not situation.is_recorded
+
+
+_RECOMPUTE = ("activation_checkpointing", "recompute_every")
+_SHARD = ("strategy", "blocks_on_host")
+
+LADDER = (
+    Rung(_smaller, ("micro_batch",)),
+    Rung(
+        _fixed(activation_checkpointing=True, recompute_every=2),
+        _RECOMPUTE,
+        _has_blocks,
+    ),
+    Rung(_fixed(activation_checkpointing=True, recompute_every=1), _RECOMPUTE, _can_recompute),
+    Rung(_fixed(base_precision="fp8"), ("base_precision",), lambda it: it.has_frozen_linears, is_lossy=True),
+    Rung(_fewest, ("blocks_on_host",), _has_blocks),
+    Rung(
+        _fixed(base_precision="nf4", blocks_on_host=0),
+        ("base_precision", "blocks_on_host"),
+        lambda it: it.has_frozen_linears,
+        is_lossy=True,
+    ),
+    Rung(_fewest, ("blocks_on_host",), _has_blocks),
+    Rung(_fixed(strategy="fsdp", blocks_on_host=0), _SHARD, lambda it: it.ranks > 1),
+    Rung(_fixed(optimizer="adamw8bit"), ("optimizer",), lambda it: it.optimizer == "adamw", is_lossy=True),
+    Rung(
+        _fixed(strategy="fsdp", fsdp_cpu_offload=True, blocks_on_host=0),
+        (*_SHARD, "fsdp_cpu_offload"),
+        lambda it: it.may_offload,
+    ),
+)
+"""The rungs, those that cost least speed first. Halving the micro-batch costs nothing as long as the GPU stays busy."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The settings of the first rung that fits, or of the one that needs least memory if none fits."""
+
+    flags: Flags
+    estimate: Estimate
+    unchanged: Estimate  # without these settings
+    room: float
+    lossy: Collection[str] = field(default_factory=tuple)  # settings that change the result beyond rounding
+
+    @property
+    def fits(self) -> bool:
+        """Whether the prediction fits into the room."""
+        return self.estimate.total <= self.room
+
+    @property
+    def command(self) -> str:
+        """The settings as flags."""
+        return command(self.flags)
+
+
+def command(flags: Flags) -> str:
+    """Settings as flags of the command line."""
+    return " ".join(f"--{name}" if value is True else f"--{name} {value}" for name, value in flags.items())
+
+
+def choose(situation: Situation, room: float, estimate: Callable[[Flags], Estimate]) -> Choice:
+    """Goes down the ladder until `estimate` of the settings fits into `room` bytes."""
+    unchanged = estimate({})
+    best = Choice({}, unchanged, unchanged, room)
+    flags: dict[str, Any] = {}
+    for rung in LADDER:
+        if best.fits:
+            break
+        if rung.is_lossy and not situation.allows_lossy:
+            continue
+        if not rung.applies(situation) or any(name in situation.fixed for name in rung.names):
+            continue
+        for candidate in rung.candidates(situation, flags, room):
+            flags = {**flags, **candidate}
+            tried = Choice(_without_defaults(flags), estimate(flags), unchanged, room, _lossy(flags))
+            if tried.estimate.total < best.estimate.total:
+                best = tried
+            if best.fits:
+                break
+    return best
+
+
+def _without_defaults(flags: Flags) -> Flags:
+    defaults = {"blocks_on_host": 0, "recompute_every": 1}
+    return {name: value for name, value in flags.items() if defaults.get(name) != value}
+
+
+def _lossy(flags: Flags) -> list[str]:
+    names = {name for rung in LADDER if rung.is_lossy for name in rung.names} - {"blocks_on_host"}
+    return [name for name in flags if name in names]
