@@ -208,7 +208,8 @@ class Trainer:
         rank, text = next(iter(failures.items()))
         if not self._sizer.shrink(self._feed.most_at_once(self._sizer.plan)):
             recomputes = self.settings.precision.activation_checkpointing is True
-            raise TrainingFailed(advice(rank, text, self.components, recomputes=recomputes))
+            flags = self._run.advice.flags()
+            raise TrainingFailed(advice(rank, text, self.components, recomputes=recomputes, flags=flags))
         size, step = self.state.micro_batch, self.state.step + 1
         self._folder.event(
             "oom", step=step, rank=rank, ranks=list(failures), error=text, micro_batch=size, in_place=True
@@ -224,7 +225,8 @@ class Trainer:
         size = self._sizer.leave_for_next_attempt(self._feed.most_at_once(self._sizer.plan))
         if size is None:
             recomputes = self.settings.precision.activation_checkpointing is True
-            return TrainingFailed(advice(rank, str(error), self.components, recomputes=recomputes))
+            flags = self._run.advice.flags()
+            return TrainingFailed(advice(rank, str(error), self.components, recomputes=recomputes, flags=flags))
         details = {"ranks": [rank], "error": str(error), "micro_batch": size, "in_place": False}
         append_event(self._folder.path, "oom", step=step, rank=rank, **details)
         # An attempt that may fail in the same way must count as a restart.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -23,7 +23,7 @@ from unisono.parallel.blocks.swap import NUM_SLOTS, frozen_bytes
 from unisono.parallel.strategy import cast_weights
 from unisono.planning.blocks_on_host import BlocksOnHost
 from unisono.planning.memory.estimate import Estimate
-from unisono.planning.memory.trace import CannotTrace, Trace, trace_step
+from unisono.planning.memory.trace import CannotTrace, Trace, extended, trace_step
 from unisono.quantize.formats import FORMATS
 from unisono.quantize.layers import frozen_linears, quantize
 from unisono.settings import Settings
@@ -201,7 +201,20 @@ class ModelMemory:
         return self._traces[key]
 
     def _new_trace(self, settings: Settings, micro_batch: int) -> Trace:
-        structure = self._build(settings)  # a trace leaves a model that cannot be used again
+        """Traces the model with few blocks, and continues to all of them; traces all of them if that fails."""
+        precision, num = settings.precision, len(self._structure(settings).blocks)
+        period = precision.recompute_every if precision.activation_checkpointing else 1
+        few = max(2, period)
+        if num > few + period and _container(self._structure(settings)) is not None:
+            try:
+                short, longer = (self._trace_blocks(settings, micro_batch, some) for some in (few, few + period))
+                return extended(short, longer, (num - few - period) / period)
+            except CannotTrace:  # the model expects all blocks
+                pass
+        return self._trace_blocks(settings, micro_batch, num)
+
+    def _trace_blocks(self, settings: Settings, micro_batch: int, num: int) -> Trace:
+        structure = _shortened(self._build(settings), num)  # a trace leaves a model that cannot be used again
         recipe, precision = structure.recipe, settings.precision
         if precision.activation_checkpointing:
             for block in structure.blocks[:: precision.recompute_every] or [structure.module]:
@@ -222,6 +235,27 @@ class ModelMemory:
             return trace_step(structure.module, loss, batch, compute_type(precision))
         finally:
             torch.set_default_dtype(before)
+
+
+def _container(structure: _Structure) -> nn.ModuleList | nn.Sequential | None:
+    """The list that contains exactly the blocks, if they are all alike."""
+    kinds = {
+        tuple((name, weight.shape, weight.dtype, weight.requires_grad) for name, weight in block.named_parameters())
+        for block in structure.blocks
+    }
+    for module in structure.module.modules():
+        if isinstance(module, nn.ModuleList | nn.Sequential) and list(module) == list(structure.blocks):
+            return module if len(kinds) == 1 else None
+    return None
+
+
+def _shortened(structure: _Structure, num: int) -> _Structure:
+    """The model with its first `num` blocks only."""
+    container = _container(structure)
+    if container is None or num >= len(structure.blocks):
+        return structure
+    del container[num:]
+    return replace(structure, blocks=structure.blocks[:num])
 
 
 def _fill_tables(base_precision: str, dtype: torch.dtype) -> None:

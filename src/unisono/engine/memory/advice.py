@@ -18,8 +18,13 @@ _AMOUNT = r"([\d.]+) (GiB|MiB|KiB|bytes)"
 _UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "bytes": 1}
 
 
-def advice(rank: int, message: str, components: Components, *, recomputes: bool) -> str:
-    """The error text: how much memory is missing for one sample, and what would help, in numbers."""
+def advice(
+    rank: int, message: str, components: Components, *, recomputes: bool, flags: str | None = None
+) -> str:
+    """The error text: how much memory is missing for one sample, and what would help, in numbers.
+
+    `flags`: settings with which the run is predicted to fit.
+    """
     placement, strategy = components.strategy.placement, components.strategy
     demand = Demand(
         weights=_bytes(strategy.model.parameters()) - components.blocks_on_host.saved_bytes,
@@ -64,7 +69,8 @@ def advice(rank: int, message: str, components: Components, *, recomputes: bool)
         remedies.append(f"context_parallel {size} (divides the activations of a sample between {size} GPUs)")
     if demand.average:
         remedies.append(f"ema_decay 0 (saves {format_bytes(demand.average)})")
-    return f"{begin}; {kept}. What would help: {', '.join(remedies)}"
+    predicted = f"{flags} (--fit auto chooses such flags). " if flags else ""
+    return f"{begin}; {kept}. {predicted}What would help: {', '.join(remedies)}"
 
 
 def _more_blocks_on_host(blocks: BlocksOnHost, wanted: int | None, free: int | None) -> str | None:

@@ -63,6 +63,23 @@ class Trace:
         return max(moments, key=lambda moment: moment.activations + moment.gradients)
 
 
+def extended(short: Trace, longer: Trace, periods: float) -> Trace:
+    """The trace of a model that continues `longer` as `longer` continues `short`, `periods` more times.
+
+    Each further block adds the results that it stores until the backward pass has reached it, and its gradients after
+    that. The moments between are never fuller than both ends.
+    """
+    stored = _most_activations(longer) - _most_activations(short)
+    gradients = longer.gradients - short.gradients
+    early = [Moment(each.activations + int(periods * stored), each.gradients) for each in longer.moments]
+    late = [Moment(each.activations, each.gradients + int(periods * gradients)) for each in longer.moments]
+    return Trace([*early, *late], longer.gradients + int(periods * gradients))
+
+
+def _most_activations(trace: Trace) -> int:
+    return max(moment.activations for moment in trace.moments)
+
+
 class _Ledger(TorchDispatchMode):
     """Follows the memory of all tensors that operations create, except views of the weights."""
 

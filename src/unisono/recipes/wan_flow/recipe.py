@@ -146,15 +146,18 @@ class WanFlow(WanRecipe):
         return Experts(transformers, setup.boundary)
 
     def _add_lora(self, name: str, transformer: Any) -> None:
-        from unisono.recipes.wan.models.lora import add_lora, load_lora
+        from unisono.recipes.wan.models.lora import add_lora, load_lora, open_lora
         from unisono.recipes.wan_flow.model_checks import check_weights, lora_targets
 
         config = self.config
         check_weights(self.setup, name, transformer)
-        if config.lora_path:
+        if config.lora_path and self.is_estimate:
+            lora = open_lora(transformer, Path(config.lora_path).expanduser(), part=name)
+            add_lora(transformer, lora.rank, config.lora_alpha, lora.layers, initialise=False)
+        elif config.lora_path:
             load_lora(transformer, Path(config.lora_path).expanduser(), config.lora_alpha, name)
         elif config.lora_rank:
-            add_lora(transformer, config.lora_rank, config.lora_alpha, lora_targets(config))
+            add_lora(transformer, config.lora_rank, config.lora_alpha, lora_targets(config), initialise=not self.is_estimate)
 
     def weights(self, model: nn.Module) -> Weights | None:
         """The pretrained weights, read from their files row by row; None when training from scratch."""
