@@ -58,8 +58,7 @@ def _train(argv: list[str]) -> int:
     kind = load_recipe(recipe)
     resolved = configure(kind, file=files, flags=flags)
     if options.print_config:
-        recipe = check_run(kind, resolved)
-        print(as_yaml(_fitted(recipe, resolved)), end="")
+        print(as_yaml(_fitted(check_run(kind, resolved), resolved)), end="")
         return EXIT_DONE
     result = start(kind, resolved)
     if result.status == "stopped":

@@ -114,4 +114,3 @@ def _applied(entered: EnteredRun, resolved: Resolved, batch: BatchPlan) -> tuple
     if isinstance(settings.batch.micro_batch, int):
         batch = with_micro_batch(batch, settings.batch.micro_batch, batch.micro_batch, on_gpu=True)
     return replace(entered, resolved=resolved, settings=settings), batch
-

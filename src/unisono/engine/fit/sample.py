@@ -28,4 +28,3 @@ def example_of(recipe: Recipe) -> Any:
     if sample is None:
         raise CannotTrace("the recipe has no training data")
     return sample
-

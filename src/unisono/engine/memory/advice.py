@@ -18,9 +18,7 @@ _AMOUNT = r"([\d.]+) (GiB|MiB|KiB|bytes)"
 _UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "bytes": 1}
 
 
-def advice(
-    rank: int, message: str, components: Components, *, recomputes: bool, flags: str | None = None
-) -> str:
+def advice(rank: int, message: str, components: Components, *, recomputes: bool, flags: str | None = None) -> str:
     """The error text: how much memory is missing for one sample, and what would help, in numbers.
 
     `flags`: settings with which the run is predicted to fit.

@@ -80,11 +80,11 @@ def _most_activations(trace: Trace) -> int:
     return max(moment.activations for moment in trace.moments)
 
 
-class _Ledger(TorchDispatchMode):
+class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows the memory of all tensors that operations create, except views of the weights."""
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._sizes = {weight.untyped_storage()._cdata: 0 for weight in weights}
         self._activations = self.gradients = 0
         self._gradients: set[int] = set()
@@ -152,7 +152,7 @@ def trace_step(
                 fake_batch = tree_map_only(Tensor, _fake, batch)
                 for weight in weights:
                     if weight.requires_grad:
-                        weight.register_post_accumulate_grad_hook(ledger.note_gradient)
+                        weight.register_post_accumulate_grad_hook(ledger.note_gradient)  # type: ignore[no-untyped-call]
                 with torch.autocast("cpu", compute_type, enabled=compute_type is not None):
                     total = loss(model, fake_batch)
                 total.backward()  # type: ignore[no-untyped-call]
@@ -204,7 +204,7 @@ def _attention(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if torch.is_autocast_enabled("cpu"):
             query, key, value = (part.to(torch.get_autocast_dtype("cpu")) for part in (query, key, value))
         if query.dtype.itemsize == 2:
-            return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, False, False)[0]  # type: ignore[no-any-return]
+            return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, False, False)[0]
         return torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, None, True)[0]  # type: ignore[no-any-return]
 
     return attend

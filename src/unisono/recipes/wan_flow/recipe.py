@@ -157,7 +157,9 @@ class WanFlow(WanRecipe):
         elif config.lora_path:
             load_lora(transformer, Path(config.lora_path).expanduser(), config.lora_alpha, name)
         elif config.lora_rank:
-            add_lora(transformer, config.lora_rank, config.lora_alpha, lora_targets(config), initialise=not self.is_estimate)
+            add_lora(
+                transformer, config.lora_rank, config.lora_alpha, lora_targets(config), initialise=not self.is_estimate
+            )
 
     def weights(self, model: nn.Module) -> Weights | None:
         """The pretrained weights, read from their files row by row; None when training from scratch."""
