@@ -78,6 +78,9 @@ class Blocks(Recipe):
     def model(self) -> nn.Module:
         return Net(trained=not self.config.frozen)
 
+    def weights(self, model: nn.Module) -> None:
+        """Declares that model() is cheap."""
+
     def dataset(self, split: str) -> Any:
         return [torch.ones(50, WIDTH)] * 64 if split == "train" else None
 
@@ -168,6 +171,16 @@ def test_a_model_that_looks_at_values_is_reported_and_changes_nothing() -> None:
     assert flags == {} and "cannot be predicted" in remarks[0]
 
 
+def test_a_recipe_with_a_teacher_is_not_predicted() -> None:
+    class WithTeacher(Blocks):
+        def frozen(self) -> dict[str, nn.Module]:
+            return {"teacher": Net()}
+
+    resolved = configure(WithTeacher)
+    with pytest.raises(CannotTrace, match="not part of the trained model"):
+        fitter_for(check_run(WithTeacher, resolved), resolved).choose(Card(GIB), allows_lossy=True)
+
+
 def test_tracing_leaves_the_tables_of_real_decoding_alone() -> None:
     memory_of(frozen=True, base_precision="nf4")
     encoded = FORMATS["nf4"].encode(torch.ones(2, 64))
@@ -253,7 +266,7 @@ def test_smaller_micro_batches_come_first_and_several_gpus_shard() -> None:
     full = {"has_frozen_linears": False, "micro_batch": 4}
     assert climb(sizes, 70, **full).command == "--micro_batch 2"
     assert climb(sizes, 45, **full).command == "--micro_batch 1 --activation_checkpointing --recompute_every 2"
-    most = climb(sizes, 5, **full, ranks=2)
+    most = climb(sizes, 5, **full, may_shard=True)
     assert most.command == "--micro_batch 1 --activation_checkpointing --strategy fsdp"
     assert climb(sizes, 15, **full).command == "--micro_batch 1 --activation_checkpointing --optimizer adamw8bit"
     assert "optimizer" not in climb(sizes, 5, **full, optimizer="").flags
@@ -266,6 +279,12 @@ def test_settings_of_the_user_stay() -> None:
     chosen = fitter.choose(Card(1), allows_lossy=True).flags
     assert not {"activation_checkpointing", "base_precision", "micro_batch"} & set(chosen)
     assert "blocks_on_host" in chosen
+
+
+def test_fsdp_excludes_block_swap() -> None:
+    chosen = fitter_of(frozen=True, strategy="fsdp").choose(Card(1, ranks=2), allows_lossy=False)
+    assert "blocks_on_host" not in chosen.flags and chosen.flags["fsdp_cpu_offload"] is True
+    assert "blocks_on_host" in fitter_of(frozen=True).choose(Card(1), allows_lossy=False).flags
 
 
 def test_recorded_steps_are_neither_recomputed_nor_swapped() -> None:
@@ -359,18 +378,18 @@ def test_print_config_shows_the_choice_for_a_card(tmp_path: Path) -> None:
     size = "--num_frames 17 --height 480 --width 832 --ema_decay 0"
     command = f"train wan-flow --model_config 1.3b {size} --fit exact --gpu_memory_gb 24 --print_config"
     run = unisono_command(*command.split(), cwd=tmp_path)
-    assert run.code == 0, run.stderr
-    assert "activation_checkpointing: true  # fit" in run.stdout
-    assert "using --activation_checkpointing" in run.stderr
+    assert run.code == 0, run.err
+    assert "activation_checkpointing: true  # fit" in run.out
+    assert "using --activation_checkpointing" in run.err
 
 
 def test_a_card_that_is_too_small_is_an_error_of_the_user(tmp_path: Path) -> None:
     command = "train wan-flow --model_config 1.3b --num_frames 17 --fit exact --gpu_memory_gb 8 --print_config"
     run = unisono_command(*command.split(), cwd=tmp_path)
-    assert run.code == 2 and run.stdout == ""
-    assert "fit exact: the run does not fit into 6.9 GiB of GPU memory even with" in run.stderr
-    assert run.stderr.strip().count("\n") == 0
-    assert unisono_command(*["train", "wan-flow", "--gpu_memory_gb", "0", "--print_config"]).returncode == 2
+    assert run.code == 2 and run.out == ""
+    assert "fit exact: the run does not fit into 6.9 GiB of GPU memory even with" in run.err
+    assert run.err.strip().count("\n") == 0
+    assert unisono_command(*["train", "wan-flow", "--gpu_memory_gb", "0", "--print_config"]).code == 2
 
 
 def test_a_trace_counts_what_a_device_keeps_of_its_gradients() -> None:

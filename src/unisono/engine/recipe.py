@@ -177,6 +177,14 @@ class Recipe:
     """Whether this object only serves to predict memory: prepare() is not called, and loss() gets tensors without data.
     """
 
+    @property
+    def predicts_memory(self) -> bool:
+        """Whether model(), loss() and a sample show all the memory that a step needs; by default if nothing is frozen().
+
+        Otherwise `--fit` changes nothing.
+        """
+        return type(self).frozen is Recipe.frozen
+
     many_shapes: ClassVar[bool] = False
     """Whether batches have many shapes; attention then avoids cuDNN, which is slow for each new shape."""
 

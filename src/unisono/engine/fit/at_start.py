@@ -93,7 +93,7 @@ def check_least(fitter: Fitter, settings: Settings, card: Card, advice: Advice) 
     """Rejects a run whose weights, gradients and optimizer state alone exceed the memory of a GPU."""
     parallel = settings.parallel
     may_shard = parallel.strategy in ("fsdp", "hsdp") or (parallel.strategy == "auto" and card.ranks > 1)
-    if may_shard or parallel.blocks_on_host != 0:
+    if may_shard or parallel.blocks_on_host != 0 or not fitter.memory.builds_on_meta:
         return
     try:
         least = fitter.least()

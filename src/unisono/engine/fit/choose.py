@@ -64,15 +64,17 @@ class Fitter:
         """The settings that fit into the card's memory at the least cost in speed. Raises CannotTrace."""
         settings = self._settings({})
         memory = self.memory
-        may_shard = settings.parallel.strategy in ("auto", "fsdp") and not settings.precision.cuda_graph
+        parallel, is_recorded = settings.parallel, settings.precision.cuda_graph
+        may_shard = parallel.strategy in ("auto", "fsdp") and not (is_recorded or parallel.find_unused_parameters)
         situation = Situation(
             fixed=self._fixed,
             allows_lossy=allows_lossy,
             micro_batch=self._micro_batch,
-            ranks=card.ranks,
             has_blocks=memory.has_blocks(settings),
             has_frozen_linears=memory.has_frozen_linears(settings),
-            is_recorded=settings.precision.cuda_graph,
+            is_recorded=is_recorded,
+            may_swap=parallel.strategy in ("auto", "single", "ddp") and parallel.shard_size == "auto",
+            may_shard=may_shard and card.ranks > 1,
             # fsdp on one GPU needs a process group, which a single process creates at its start.
             may_offload=may_shard and (card.ranks > 1 or not card.is_in_use),
             optimizer="" if memory.has_own_optimizer(settings) else settings.optim.optimizer.lower(),

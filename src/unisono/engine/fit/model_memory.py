@@ -82,6 +82,11 @@ class ModelMemory:
         """Whether the recipe may bring an optimizer of its own."""
         return type(self._structure(settings).recipe).optimizer is not Recipe.optimizer
 
+    @property
+    def builds_on_meta(self) -> bool:
+        """Whether the recipe reads weights after it has built its model, so that building it takes no memory."""
+        return type(self._recipe).weights is not Recipe.weights
+
     def estimate(self, settings: Settings, *, micro_batch: int, ranks: int = 1, accumulates: bool = False) -> Estimate:
         """The memory per device; `accumulates`: a step has several micro-batches. Raises CannotTrace."""
         structure, trace = self._structure(settings), self._trace(settings, micro_batch)
@@ -158,6 +163,8 @@ class ModelMemory:
         return self._structures[key]
 
     def _build(self, settings: Settings) -> _Structure:
+        if not self._recipe.predicts_memory:
+            raise CannotTrace("it uses modules that are not part of the trained model")
         before = torch.get_default_dtype()
         torch.set_default_dtype(weight_type(settings.precision))
         try:

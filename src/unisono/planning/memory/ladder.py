@@ -22,10 +22,11 @@ class Situation:
     fixed: Collection[str]  # settings that may not change
     allows_lossy: bool
     micro_batch: int
-    ranks: int = 1
     has_blocks: bool = True
     has_frozen_linears: bool = False  # frozen linear layers that base_precision can convert
     is_recorded: bool = False  # cuda_graph: the recording excludes recomputation and block swap
+    may_swap: bool = True  # the strategy allows blocks_on_host
+    may_shard: bool = False  # there are several GPUs, and nothing excludes fsdp
     may_offload: bool = False  # fsdp_cpu_offload is possible
     optimizer: str = "adamw"  # "" if the recipe brings its own
     fewest_blocks: Callable[[Flags, float], int] = lambda flags, room: 0
@@ -67,6 +68,10 @@ def _has_blocks(situation: Situation) -> bool:
     return situation.has_blocks and not situation.is_recorded
 
 
+def _can_swap(situation: Situation) -> bool:
+    return situation.may_swap and _has_blocks(situation)
+
+
 _RECOMPUTE = ("activation_checkpointing", "recompute_every")
 _SHARD = ("strategy", "blocks_on_host")
 
@@ -79,15 +84,15 @@ LADDER = (
     ),
     Rung(_fixed(activation_checkpointing=True, recompute_every=1), _RECOMPUTE, _can_recompute),
     Rung(_fixed(base_precision="fp8"), ("base_precision",), lambda it: it.has_frozen_linears, is_lossy=True),
-    Rung(_fewest, ("blocks_on_host",), _has_blocks),
+    Rung(_fewest, ("blocks_on_host",), _can_swap),
     Rung(
         _fixed(base_precision="nf4", blocks_on_host=0),
         ("base_precision", "blocks_on_host"),
         lambda it: it.has_frozen_linears,
         is_lossy=True,
     ),
-    Rung(_fewest, ("blocks_on_host",), _has_blocks),
-    Rung(_fixed(strategy="fsdp", blocks_on_host=0), _SHARD, lambda it: it.ranks > 1),
+    Rung(_fewest, ("blocks_on_host",), _can_swap),
+    Rung(_fixed(strategy="fsdp", blocks_on_host=0), _SHARD, lambda it: it.may_shard),
     Rung(_fixed(optimizer="adamw8bit"), ("optimizer",), lambda it: it.optimizer == "adamw", is_lossy=True),
     Rung(
         _fixed(strategy="fsdp", fsdp_cpu_offload=True, blocks_on_host=0),

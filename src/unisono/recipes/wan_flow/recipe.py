@@ -172,6 +172,11 @@ class WanFlow(WanRecipe):
         """Those of the transformers' blocks; the encoders compute the same with and without a cache."""
         return None if part == "model" else ()
 
+    @property
+    def predicts_memory(self) -> bool:
+        """Without a cache, the encoders take memory too."""
+        return not self.config.no_cache
+
     def frozen(self) -> Mapping[str, nn.Module]:
         """The VAE and the text encoder, when there is no cache."""
         if not self.config.no_cache:
