@@ -179,7 +179,7 @@ class Recipe:
 
     @property
     def predicts_memory(self) -> bool:
-        """Whether model(), loss() and a sample show all the memory that a step needs; by default if nothing is frozen().
+        """Whether model(), loss() and a sample show all the memory of a step; by default if nothing is frozen().
 
         Otherwise `--fit` changes nothing.
         """

@@ -105,7 +105,7 @@ def check_least(fitter: Fitter, settings: Settings, card: Card, advice: Advice) 
     remedy = f"; {flags}" if flags else "; use fewer trained weights, or strategy fsdp on several GPUs"
     raise ConfigError(
         f"weights, gradients, optimizer state and average take {format_bytes(least)}, and {format_bytes(card.memory)} "
-        f"of GPU memory are available{remedy} (--fit auto chooses such flags)"
+        f"of GPU memory are available{remedy}"
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,13 +13,12 @@ from unisono.engine.run_folder.stored_settings import FIXED
 from unisono.errors import ConfigError
 from unisono.formatting import format_bytes
 from unisono.planning.memory.estimate import USABLE
-from unisono.planning.memory.ladder import LADDER, Choice, Flags, Situation, choose, command
+from unisono.planning.memory.ladder import NAMES, Choice, Flags, Situation, choose, command
 from unisono.planning.memory.trace import CannotTrace
 from unisono.settings import Settings
 
 SOURCE = "fit"
 """The source of the settings that were chosen, in run.json and in the output of --print_config."""
-_CHOSEN = frozenset(name for rung in LADDER for name in rung.names)
 
 
 @dataclass(frozen=True)
@@ -74,9 +73,9 @@ class Fitter:
             has_frozen_linears=memory.has_frozen_linears(settings),
             is_recorded=is_recorded,
             may_swap=parallel.strategy in ("auto", "single", "ddp") and parallel.shard_size == "auto",
-            may_shard=may_shard and card.ranks > 1,
+            may_shard=may_shard and card.ranks > 1 and parallel.blocks_on_host == 0,
             # fsdp on one GPU needs a process group, which a single process creates at its start.
-            may_offload=may_shard and (card.ranks > 1 or not card.is_in_use),
+            may_offload=may_shard and parallel.blocks_on_host == 0 and (card.ranks > 1 or not card.is_in_use),
             optimizer="" if memory.has_own_optimizer(settings) else settings.optim.optimizer.lower(),
             fewest_blocks=lambda flags, room: self._fewest_blocks(flags, room, card),
         )
@@ -102,15 +101,16 @@ class Fitter:
         return self._resolved.with_values(SOURCE, **flags) if flags else self._resolved
 
 
-def _fixed_settings(resolved: Resolved, earlier_sources: Mapping[str, str] | None) -> Collection[str]:
+def _fixed_settings(resolved: Resolved, earlier_sources: Mapping[str, str] | None) -> Mapping[str, Any]:
     """Settings that the user has set, now or when the run began, and those that cannot change within a run."""
     earlier = earlier_sources or {}
     fixed = {
         name
-        for name in _CHOSEN
+        for name in NAMES
         if resolved.explicit(name) or (resolved.sources[name] == "run" and earlier.get(name) in ("file", "flag"))
     }
-    return fixed | (set(FIXED) & _CHOSEN if earlier_sources is not None else set())
+    fixed |= set(FIXED).intersection(NAMES) if earlier_sources is not None else set()
+    return {name: resolved.values[name] for name in fixed}
 
 
 def _without_earlier_choices(
@@ -120,7 +120,7 @@ def _without_earlier_choices(
     defaults = with_recipe_defaults((Settings, recipe_class.Config), recipe_class.defaults).values
     chosen_before = {
         name: defaults[name]
-        for name in _CHOSEN - set(FIXED)
+        for name in set(NAMES) - set(FIXED)
         if resolved.sources[name] == "run" and (earlier_sources or {}).get(name) == SOURCE
     }
     return resolved.with_values("default", **chosen_before) if chosen_before else resolved
@@ -161,7 +161,8 @@ def advice_of(choice: Choice) -> str | None:
     if not choice.fits:
         return f"no flags would make it fit ({choice.command} would still take {format_bytes(choice.estimate.total)})"
     lossy = " (which changes the result)" if choice.lossy else ""
-    return f"{choice.command}{lossy} is predicted to fit, with {format_bytes(choice.estimate.total)}"
+    predicted = format_bytes(choice.estimate.total)
+    return f"{choice.command}{lossy} is predicted to fit, with {predicted} (--fit auto chooses such flags)"
 
 
 def cannot_fit(setting: str, error: CannotTrace) -> str:

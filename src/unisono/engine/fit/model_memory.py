@@ -22,7 +22,7 @@ from unisono.parallel.blocks.selective import why_not_selective
 from unisono.parallel.blocks.swap import NUM_SLOTS, frozen_bytes
 from unisono.parallel.strategy import cast_weights
 from unisono.planning.blocks_on_host import BlocksOnHost
-from unisono.planning.memory.estimate import Estimate
+from unisono.planning.memory.estimate import WORKSPACE, Estimate
 from unisono.planning.memory.trace import CannotTrace, Trace, extended, trace_step
 from unisono.quantize.formats import FORMATS
 from unisono.quantize.layers import frozen_linears, quantize
@@ -107,8 +107,8 @@ class ModelMemory:
         activations = fullest.activations // parallel.context_parallel
         update = self._temporary(structure, settings) if share else 0
         if share * gradients + update > fullest.gradients + activations:
-            return Estimate(weights, int(share * gradients), optimizer, average, update)
-        return Estimate(weights, fullest.gradients, optimizer, average, activations)
+            return Estimate(weights, int(share * gradients), optimizer, average, update, WORKSPACE)
+        return Estimate(weights, fullest.gradients, optimizer, average, activations, WORKSPACE)
 
     def least(self, settings: Settings) -> int:
         """Bytes of weights and gradients, a lower bound for a run that neither shards nor swaps; traces nothing."""

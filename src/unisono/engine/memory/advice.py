@@ -67,7 +67,7 @@ def advice(rank: int, message: str, components: Components, *, recomputes: bool,
         remedies.append(f"context_parallel {size} (divides the activations of a sample between {size} GPUs)")
     if demand.average:
         remedies.append(f"ema_decay 0 (saves {format_bytes(demand.average)})")
-    predicted = f"{flags} (--fit auto chooses such flags). " if flags else ""
+    predicted = f"{flags}. " if flags else ""
     return f"{begin}; {kept}. {predicted}What would help: {', '.join(remedies)}"
 
 

@@ -24,7 +24,7 @@ class Estimate:
     optimizer: int
     average: int
     activations: int  # of one micro-batch, with temporary results
-    workspace: int = WORKSPACE
+    workspace: int = 0
 
     @property
     def total(self) -> int:

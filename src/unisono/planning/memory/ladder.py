@@ -1,7 +1,7 @@
 """Chooses settings with which a run fits into memory, in the order that costs least speed.
 
-Each rung adds settings to those of the rungs above it, until the predicted memory fits. A rung that sets anything that
-the user has set is skipped. To add a setting, add a rung.
+Each rung adds settings to those of the rungs above it, until the predicted memory fits. A rung that would change
+anything that the user has set is skipped. To add a setting, add a rung.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Flags = Mapping[str, Any]
 class Situation:
     """What decides which rungs a run can use."""
 
-    fixed: Collection[str]  # settings that may not change
+    fixed: Flags  # settings that may not change, and their values
     allows_lossy: bool
     micro_batch: int
     has_blocks: bool = True
@@ -39,9 +39,9 @@ class Rung:
 
     candidates: Callable[[Situation, Flags, float], Iterable[Flags]]
     """The settings, given those of the rungs above and the room in bytes; each is tried in turn."""
-    names: Collection[str]  # of the settings
     applies: Callable[[Situation], bool] = lambda situation: True
     is_lossy: bool = False  # the result changes beyond rounding
+    replaces: Collection[str] = ()  # settings of rungs above that it makes obsolete
 
 
 def _fixed(**flags: Any) -> Callable[[Situation, Flags, float], Iterable[Flags]]:
@@ -72,35 +72,26 @@ def _can_swap(situation: Situation) -> bool:
     return situation.may_swap and _has_blocks(situation)
 
 
-_RECOMPUTE = ("activation_checkpointing", "recompute_every")
-_SHARD = ("strategy", "blocks_on_host")
-
 LADDER = (
-    Rung(_smaller, ("micro_batch",)),
-    Rung(
-        _fixed(activation_checkpointing=True, recompute_every=2),
-        _RECOMPUTE,
-        _has_blocks,
-    ),
-    Rung(_fixed(activation_checkpointing=True, recompute_every=1), _RECOMPUTE, _can_recompute),
-    Rung(_fixed(base_precision="fp8"), ("base_precision",), lambda it: it.has_frozen_linears, is_lossy=True),
-    Rung(_fewest, ("blocks_on_host",), _can_swap),
-    Rung(
-        _fixed(base_precision="nf4", blocks_on_host=0),
-        ("base_precision", "blocks_on_host"),
-        lambda it: it.has_frozen_linears,
-        is_lossy=True,
-    ),
-    Rung(_fewest, ("blocks_on_host",), _can_swap),
-    Rung(_fixed(strategy="fsdp", blocks_on_host=0), _SHARD, lambda it: it.may_shard),
-    Rung(_fixed(optimizer="adamw8bit"), ("optimizer",), lambda it: it.optimizer == "adamw", is_lossy=True),
-    Rung(
-        _fixed(strategy="fsdp", fsdp_cpu_offload=True, blocks_on_host=0),
-        (*_SHARD, "fsdp_cpu_offload"),
-        lambda it: it.may_offload,
-    ),
+    Rung(_smaller),
+    Rung(_fixed(activation_checkpointing=True, recompute_every=2), _has_blocks),
+    Rung(_fixed(activation_checkpointing=True, recompute_every=1), _can_recompute),
+    Rung(_fixed(base_precision="fp8"), lambda it: it.has_frozen_linears, is_lossy=True),
+    Rung(_fewest, _can_swap),
+    Rung(_fixed(base_precision="nf4"), lambda it: it.has_frozen_linears, is_lossy=True, replaces=("blocks_on_host",)),
+    Rung(_fewest, _can_swap),
+    Rung(_fixed(strategy="fsdp"), lambda it: it.may_shard, replaces=("blocks_on_host",)),
+    Rung(_fixed(optimizer="adamw8bit"), lambda it: it.optimizer == "adamw", is_lossy=True),
+    Rung(_fixed(strategy="fsdp", fsdp_cpu_offload=True), lambda it: it.may_offload, replaces=("blocks_on_host",)),
 )
 """The rungs, those that cost least speed first. Halving the micro-batch costs nothing as long as the GPU stays busy."""
+NAMES = (
+    *("micro_batch", "activation_checkpointing", "recompute_every", "base_precision", "blocks_on_host", "strategy"),
+    *("optimizer", "fsdp_cpu_offload"),
+)
+"""The settings that the rungs set."""
+LOSSY = ("base_precision", "optimizer")
+"""Those that change the result beyond rounding."""
 
 
 @dataclass(frozen=True)
@@ -139,11 +130,15 @@ def choose(situation: Situation, room: float, estimate: Callable[[Flags], Estima
             break
         if rung.is_lossy and not situation.allows_lossy:
             continue
-        if not rung.applies(situation) or any(name in situation.fixed for name in rung.names):
+        if not rung.applies(situation):
             continue
-        for candidate in rung.candidates(situation, flags, room):
-            flags = {**flags, **candidate}
-            tried = Choice(_without_defaults(flags), estimate(flags), unchanged, room, _lossy(flags))
+        above = {name: value for name, value in flags.items() if name not in rung.replaces}
+        for candidate in rung.candidates(situation, above, room):
+            if any(situation.fixed.get(name, value) != value for name, value in candidate.items()):
+                break
+            flags = above | {name: value for name, value in candidate.items() if name not in situation.fixed}
+            lossy = [name for name in flags if name in LOSSY]
+            tried = Choice(_without_defaults(flags), estimate(flags), unchanged, room, lossy)
             if tried.estimate.total < best.estimate.total:
                 best = tried
             if best.fits:
@@ -152,10 +147,4 @@ def choose(situation: Situation, room: float, estimate: Callable[[Flags], Estima
 
 
 def _without_defaults(flags: Flags) -> Flags:
-    defaults = {"blocks_on_host": 0, "recompute_every": 1}
-    return {name: value for name, value in flags.items() if defaults.get(name) != value}
-
-
-def _lossy(flags: Flags) -> list[str]:
-    names = {name for rung in LADDER if rung.is_lossy for name in rung.names} - {"blocks_on_host"}
-    return [name for name in flags if name in names]
+    return {name: value for name, value in flags.items() if (name, value) != ("recompute_every", 1)}
