@@ -343,6 +343,7 @@ def fitted_ranks() -> Any:
     join_process_group(world, torch.device("cpu"), alone=False, timeout_s=timeout, backend="gloo")
     at_start.free_gpu_memory = lambda device: (0.5 if world.rank else 10) * memory_of().total  # type: ignore[assignment]
     at_start.has_fp8_products = lambda device: True  # type: ignore[assignment]
+    model_memory.WORKSPACE = 0
     resolved = configure(Blocks, overrides={"fit": "exact", "strategy": "ddp"})
     recipe = check_run(Blocks, resolved)
     entered: Any = SimpleEntered(resolved, resolved.build(Settings))
@@ -395,12 +396,16 @@ def test_print_config_shows_the_choice_for_a_card(tmp_path: Path) -> None:
 
 
 def test_a_card_that_is_too_small_is_an_error_of_the_user(tmp_path: Path) -> None:
-    command = "train wan-flow --model_config 1.3b --num_frames 17 --fit exact --gpu_memory_gb 8 --print_config"
-    run = unisono_command(*command.split(), cwd=tmp_path)
-    assert run.code == 2 and run.out == ""
-    assert "fit exact: the run does not fit into 6.9 GiB of GPU memory even with" in run.err
-    assert run.err.strip().count("\n") == 0
-    assert unisono_command(*["train", "wan-flow", "--gpu_memory_gb", "0", "--print_config"]).code == 2
+    common = "train wan-flow --model_config 1.3b --num_frames 17 --fit exact --print_config --gpu_memory_gb"
+    for card, expected in (
+        (2, "fit exact: the run does not fit into 1.2 GiB of GPU memory even with"),
+        (8, "; pass --"),
+    ):
+        run = unisono_command(*common.split(), card, cwd=tmp_path)
+        assert run.code == 2 and run.out == ""
+        assert expected in run.err
+        assert run.err.strip().count("\n") == 0
+    assert unisono_command("train", "wan-flow", "--gpu_memory_gb", "0", "--print_config", cwd=tmp_path).code == 2
 
 
 def test_a_trace_counts_what_a_device_keeps_of_its_gradients() -> None:

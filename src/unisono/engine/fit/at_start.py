@@ -84,8 +84,14 @@ def decide(fitter: Fitter, card: Card, setting: str) -> tuple[Flags, list[str]]:
     """The settings to change, and notes for the user. Raises ConfigError if nothing fits."""
     try:
         choice = fitter.choose(card, allows_lossy=setting == "auto")
+        elsewhere = choice if choice.fits else fitter.choose(replace(card, is_in_use=False), allows_lossy=False)
     except CannotTrace as error:
         return {}, [cannot_fit(setting, error)]
+    if elsewhere.fits and not choice.fits:
+        raise ConfigError(
+            f"fit {setting}: the run fits into {format_bytes(card.room)} only with settings that a run cannot "
+            f"change after its start; pass {elsewhere.command} (predicted {elsewhere.estimate})"
+        )
     return choice.flags, remarks_on(choice, setting)
 
 

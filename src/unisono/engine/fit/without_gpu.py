@@ -19,7 +19,7 @@ def fit_settings(recipe: Recipe, resolved: Resolved) -> tuple[Resolved, list[str
         return resolved, []
     if gigabytes is None:
         return resolved, [f"fit {setting}: pass --gpu_memory_gb to see what it chooses; settings are unchanged"]
-    fitter, card = fitter_for(recipe, resolved), Card(card_memory(gigabytes), _num_gpus(settings))
+    fitter, card = fitter_for(recipe, resolved), Card(card_memory(gigabytes), _num_gpus(settings), is_in_use=True)
     flags, remarks = decide(fitter, card, setting)
     return fitter.applied(flags), remarks
 
