@@ -278,6 +278,12 @@ def test_smaller_micro_batches_come_first_and_several_gpus_shard() -> None:
     assert "optimizer" not in climb(sizes, 5, **full, optimizer="").flags
 
 
+def test_a_smaller_micro_batch_is_left_out_where_it_needs_more() -> None:
+    sizes = {**SIZES, "micro_batch=2": 10, "micro_batch=1": -20, "optimizer=adamw8bit": 30}
+    choice = climb(sizes, 60, has_frozen_linears=False, micro_batch=4)
+    assert choice.command == "--activation_checkpointing" and choice.fits
+
+
 @pytest.mark.usefixtures("without_workspace")
 def test_settings_of_the_user_stay() -> None:
     choice = climb(SIZES, 80, fixed={"activation_checkpointing": False})

@@ -6,7 +6,7 @@ anything that the user has set is skipped. To add a setting, add a rung.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -121,11 +121,24 @@ def command(flags: Flags) -> str:
 
 
 def choose(situation: Situation, room: float, estimate: Callable[[Flags], Estimate]) -> Choice:
-    """Goes down the ladder until `estimate` of the settings fits into `room` bytes."""
+    """Goes down the ladder until `estimate` of the settings fits into `room` bytes.
+
+    Also tries it without the first rung: several micro-batches per step need memory for the gradients of earlier ones.
+    """
+    choice = _descend(LADDER, situation, room, estimate)
+    if "micro_batch" not in choice.flags or (choice.fits and not choice.lossy):
+        return choice
+    other = _descend(LADDER[1:], situation, room, estimate)
+    return min((choice, other), key=lambda it: (not it.fits, len(it.lossy) if it.fits else it.estimate.total))
+
+
+def _descend(
+    ladder: Sequence[Rung], situation: Situation, room: float, estimate: Callable[[Flags], Estimate]
+) -> Choice:
     unchanged = estimate({})
     best = Choice({}, unchanged, unchanged, room)
     flags: dict[str, Any] = {}
-    for rung in LADDER:
+    for rung in ladder:
         if best.fits:
             break
         if rung.is_lossy and not situation.allows_lossy:

@@ -204,7 +204,7 @@ def _attention(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if torch.is_autocast_enabled("cpu"):
             query, key, value = (part.to(torch.get_autocast_dtype("cpu")) for part in (query, key, value))
         if query.dtype.itemsize == 2:
-            return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, False, False)[0]
+            return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, False, False)[0]  # type: ignore[no-any-return]
         return torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, None, True)[0]  # type: ignore[no-any-return]
 
     return attend
@@ -213,7 +213,7 @@ def _attention(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def _in_float32(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def compute(x: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
         if torch.is_autocast_enabled("cpu") and x.dtype.itemsize == 2:
-            x, *arguments = tree_map_only(Tensor, _widened, [x, *arguments])  # type: ignore[assignment]
+            x, *arguments = tree_map_only(Tensor, _widened, [x, *arguments])
         return function(x, *arguments, **keywords)
 
     return compute
