@@ -298,6 +298,7 @@ def test_settings_of_the_user_stay() -> None:
 def test_fsdp_excludes_block_swap() -> None:
     chosen = fitter_of(frozen=True, strategy="fsdp").choose(Card(1, ranks=2), allows_lossy=False)
     assert "blocks_on_host" not in chosen.flags and chosen.flags["fsdp_cpu_offload"] is True
+    assert not climb({"blocks_on_host=7": 90}, 20, may_swap=False, fewest_blocks=lambda flags, room: 7).fits
     assert "blocks_on_host" in fitter_of(frozen=True).choose(Card(1, is_in_use=True), allows_lossy=False).flags
 
 
@@ -335,6 +336,8 @@ def test_a_resumed_run_keeps_lossy_choices_and_takes_back_the_others() -> None:
     assert "base_precision" not in small.flags and "optimizer" not in small.flags
     by_user = fitter_of(frozen=True, stored=stored, earlier=dict.fromkeys(stored, "flag"))
     assert by_user.applied({}).values["activation_checkpointing"] is True
+    declined = fitter_of(frozen=True, stored={"activation_checkpointing": False}, earlier=dict.fromkeys(stored, "flag"))
+    assert "activation_checkpointing" not in declined.choose(Card(1), allows_lossy=True).flags
 
 
 def fitted_ranks() -> Any:
@@ -416,5 +419,6 @@ def test_a_card_that_is_too_small_is_an_error_of_the_user(tmp_path: Path) -> Non
 
 def test_a_trace_counts_what_a_device_keeps_of_its_gradients() -> None:
     trace: Trace = trace_step(Net(), loss_of, torch.ones(BATCH, 50, WIDTH), None)
+    assert trace.gradients == pytest.approx(sum(weight.nbytes for weight in Net().parameters()), rel=0.05)
     assert trace.fullest(share=0).gradients == 0
     assert trace.fullest(existing=trace.gradients).gradients >= trace.gradients
