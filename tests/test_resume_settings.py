@@ -161,7 +161,7 @@ def test_a_changed_value_in_a_config_file_is_answered_with_the_flag_that_continu
 
 
 class Lines(Recipe):
-    """A user's recipe that marks a setting as data-defining."""
+    """fit A user's recipe that marks a setting as data-defining."""
 
     fixed: ClassVar[tuple[str, ...]] = ("data_path", "every")
 
