@@ -62,7 +62,7 @@ FREE: dict[str, dict[str, str]] = {
 FREE_OF_THE_ENGINE = {
     "how long": "max_steps num_epochs",
     "numerics": "deterministic mixed_precision dtype tf32 compile cuda_graph",
-    "memory": "activation_checkpointing recompute_every",
+    "memory": "activation_checkpointing recompute_every fit",
     "optimization": "learning_rate weight_decay beta1 beta2 epsilon grad_clip lr_schedule warmup_steps "
     "min_lr_ratio wsd_decay_ratio lr_scaling lr_scaling_batch max_skipped_steps ema_decay ema_warmup",
     "the model": "disable_dropout sync_batch_norm find_unused_parameters",
@@ -161,7 +161,7 @@ def test_a_changed_value_in_a_config_file_is_answered_with_the_flag_that_continu
 
 
 class Lines(Recipe):
-    """fit A user's recipe that marks a setting as data-defining."""
+    """A user's recipe that marks a setting as data-defining."""
 
     fixed: ClassVar[tuple[str, ...]] = ("data_path", "every")
 
