@@ -296,6 +296,7 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
         "wan_step": wan_step,
         "wan_memory": wan_memory,
     },
+    HERE.parent / "docs" / "small_cards.md": {"small_cards": tables_of("small_cards", "Wan models by card,")},
     HERE.parent / "docs" / "wan_distill.md": {
         "wan_distill_learning": tables_of("wan_distill_learning", "Students of the tiny teacher"),
         "wan_distill_speed": tables_of("wan_distill_speed", "Speed"),

@@ -113,6 +113,16 @@ class BatchSettings:
 
 
 @dataclass(frozen=True)
+class MemorySettings:
+    """GPU memory"""
+
+    fit: Literal["no", "auto", "exact"] = "no"
+    """Choose settings with which the run is predicted to fit into GPU memory, in the order that costs least speed (see docs/small_cards.md). Settings that you pass do not change. auto may store frozen weights in 8 or 4 bits and use an 8-bit optimizer, which changes the result; exact never does. no: change nothing."""
+    gpu_memory_gb: float | None = None
+    """Use at most this much memory of each GPU, in GiB, as if the card were sold with it. With fit and --print_config: the card to choose settings for; no GPU is needed."""
+
+
+@dataclass(frozen=True)
 class PrecisionSettings:
     """Precision and speed"""
 
@@ -257,6 +267,7 @@ class Settings:
     launch: LaunchSettings = field(default_factory=LaunchSettings)
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
     batch: BatchSettings = field(default_factory=BatchSettings)
+    memory: MemorySettings = field(default_factory=MemorySettings)
     precision: PrecisionSettings = field(default_factory=PrecisionSettings)
     optim: OptimSettings = field(default_factory=OptimSettings)
     data: DataSettings = field(default_factory=DataSettings)

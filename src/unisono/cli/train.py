@@ -10,7 +10,9 @@ from unisono.cli.arguments import TrainingCommand, TrainingParser
 from unisono.cluster.signals import stop_before_start
 from unisono.config.file import as_yaml
 from unisono.config.help import help_text
+from unisono.config.resolve import Resolved
 from unisono.engine.checks import check_run
+from unisono.engine.recipe import Recipe
 from unisono.engine.start.registry import BUILT_IN, load_recipe
 from unisono.engine.start.run import configure, start
 from unisono.engine.start.srun import with_outcome
@@ -56,8 +58,7 @@ def _train(argv: list[str]) -> int:
     kind = load_recipe(recipe)
     resolved = configure(kind, file=files, flags=flags)
     if options.print_config:
-        check_run(kind, resolved)
-        print(as_yaml(resolved), end="")
+        print(as_yaml(_fitted(check_run(kind, resolved), resolved)), end="")
         return EXIT_DONE
     result = start(kind, resolved)
     if result.status == "stopped":
@@ -69,6 +70,18 @@ def _train(argv: list[str]) -> int:
             print(line, file=sys.stderr)
         return EXIT_STOPPED
     return EXIT_DONE
+
+
+def _fitted(recipe: Recipe, resolved: Resolved) -> Resolved:
+    """The settings that `--fit` chooses for the card of `--gpu_memory_gb`, explained on stderr."""
+    if resolved.values["fit"] == "no":
+        return resolved
+    from unisono.engine.fit.without_gpu import fit_settings  # imports torch, which takes seconds
+
+    resolved, remarks = fit_settings(recipe, resolved)
+    for remark in remarks:
+        print(f"unisono: {remark}", file=sys.stderr)
+    return resolved
 
 
 def parse_command(argv: list[str]) -> TrainingCommand:

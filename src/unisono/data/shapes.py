@@ -80,17 +80,19 @@ class Shapes:
                     "return for instance a tuple of numbers"
                 ) from error
             alike.append(position)
-            costs.append(self._cost(index, shape))
+            costs.append(cost_of(self.data, index, shape))
         return [Group(shape, tuple(alike), sum(costs) / len(costs)) for shape, (alike, costs) in by_shape.items()]
 
-    def _cost(self, index: int, shape: Hashable) -> float:
-        cost = getattr(self.data, "cost", None)
-        if cost is None:
-            return _product(shape)
-        value = float(cost(index))
-        if not (math.isfinite(value) and value > 0):
-            raise RecipeError(f"Dataset: cost({index}) returned {value}; return a positive number, 1 if in doubt")
-        return value
+
+def cost_of(data: Shaped, index: int, shape: Hashable) -> float:
+    """The relative work and memory of a sample with this shape."""
+    cost = getattr(data, "cost", None)
+    if cost is None:
+        return _product(shape)
+    value = float(cost(index))
+    if not (math.isfinite(value) and value > 0):
+        raise RecipeError(f"Dataset: cost({index}) returned {value}; return a positive number, 1 if in doubt")
+    return value
 
 
 def shapes_of(data: Any, order: Order) -> Shapes | None:

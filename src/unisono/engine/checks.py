@@ -52,11 +52,13 @@ _LARGEST = 2**40
 """Upper limit for numbers of steps, samples and seconds, so that positions in the sample stream fit into 64 bits."""
 
 
-def check_run(recipe_class: type[Recipe], resolved: Resolved) -> None:
+def check_run(recipe_class: type[Recipe], resolved: Resolved) -> Recipe:
     """Checks all settings, the engine's and the recipe's, as far as possible before any work is done."""
     settings = resolved.build(Settings)
     check_settings(settings)
-    check_with_recipe(recipe_class(resolved.build(recipe_class.Config)), settings, resolved)
+    recipe = recipe_class(resolved.build(recipe_class.Config))
+    check_with_recipe(recipe, settings, resolved)
+    return recipe
 
 
 def check_with_recipe(recipe: Recipe, settings: Settings, resolved: Resolved) -> None:
@@ -130,7 +132,7 @@ def check_settings(settings: Settings) -> None:
         (("eval_every", "preview_every", "guard_steps"), -1, math.inf, "at least -1"),
         (_FRACTIONS, 0, 1, "from 0 to 1"),
         (("beta1", "beta2"), 0, 1 - 1e-12, "from 0 to less than 1"),
-        (("bucket_cap_mb",), 1e-3, math.inf, "more than 0"),
+        (("bucket_cap_mb", "gpu_memory_gb"), 1e-3, math.inf, "more than 0"),
         (("activation_memory_gb",), 1e-9, math.inf, "more than 0"),
     ):
         for name in names:

@@ -7,13 +7,13 @@ micro-batch size. The engine distributes the work, which must not change the res
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from unisono.engine.clock import Clock
+from unisono.engine.work import Work as Work
 
 if TYPE_CHECKING:  # `unisono --help` must not wait for torch
     from torch import Tensor, nn
@@ -21,7 +21,6 @@ if TYPE_CHECKING:  # `unisono --help` must not wait for torch
     from torch.utils.data import Dataset
 
     from unisono.data.noise import Noise
-    from unisono.observe.progress import Advance
     from unisono.parallel.context import Context
     from unisono.parallel.materialize import Weights
     from unisono.parallel.row_shards import RowShards
@@ -40,63 +39,6 @@ class Loss:
     total: Tensor
     count: Tensor | int | float
     metrics: Mapping[str, Tensor | float | tuple[Tensor | float, Tensor | float]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Work:
-    """This process's part of the work in `prepare` and `refresh`: a folder to write to, and a share of the items."""
-
-    folder: Path
-    _part: int = 0
-    _parts: int = 1
-    _asked_to_stop: Callable[[], bool] = bool
-    device: str = "cpu"
-    """The device to compute on."""
-    _say: Callable[[str], None] = lambda text: None
-    seed: int = 0
-    """The run's seed, for random numbers."""
-    _gather: Callable[[Any], list[Any]] = lambda value: [value]
-    shows_progress: bool = False
-    """Whether progress() draws a bar on this process's stderr; else it sends plain lines to message()."""
-
-    def meet(self) -> bool:
-        """A barrier: waits for all processes. Returns True if the run is stopping; then return from prepare()."""
-        return any(self.gather(self.stopping))
-
-    def gather(self, value: Any) -> list[Any]:
-        """All-gathers a plain object: returns the values of all processes, which must all call this, in rank order."""
-        return self._gather(value)
-
-    def message(self, text: str) -> None:
-        """Prints a line for the user, on the main process only."""
-        self._say(text)
-
-    def progress(
-        self, what: str, total: int | None = None, unit: str = "", *, of: int | None = None
-    ) -> AbstractContextManager[Advance]:
-        """Shows progress: `with work.progress("encoding videos", len(mine)) as advance:`, then `advance()` per item.
-
-        The main rank draws a bar on a terminal, or prints a line now and then elsewhere. `total` is this rank's number
-        of items and `of` that of all ranks; without a total it shows the elapsed time. Once the run is stopping, it
-        shows nothing.
-        """
-        from unisono.observe.progress import progress
-
-        sink = None if self.shows_progress else self._say
-        return progress(what, total, unit, of=of, enabled=self._part == 0 and not self.stopping, sink=sink)
-
-    @property
-    def stopping(self) -> bool:
-        """Whether the run is stopping: finish the current item and return; a resumed run continues the work."""
-        return self._asked_to_stop()
-
-    def share(self, items: Sequence[Any]) -> Sequence[Any]:
-        """This process's share of the items; across all processes, each item occurs once."""
-        return items[self._part :: self._parts]
-
-    def largest_share(self, items: Sequence[Any]) -> int:
-        """The size of the largest share, for work that all processes must do the same number of times."""
-        return -(-len(items) // self._parts)
 
 
 class Recipe:
@@ -174,6 +116,18 @@ class Recipe:
 
     False: the engine rejects base_precision before prepare(). True: the recipe may quantise weights itself, so the
     engine accepts the setting even if it finds no frozen weights."""
+
+    is_estimate: bool = False
+    """Whether this object only serves to predict memory: prepare() is not called, and loss() gets tensors without data.
+    """
+
+    @property
+    def predicts_memory(self) -> bool:
+        """Whether model(), loss() and a sample show all the memory of a step; by default if nothing is frozen().
+
+        Otherwise `--fit` changes nothing.
+        """
+        return type(self).frozen is Recipe.frozen
 
     many_shapes: ClassVar[bool] = False
     """Whether batches have many shapes; attention then avoids cuDNN, which is slow for each new shape."""
@@ -292,6 +246,14 @@ class Recipe:
         that is the product of its shape.
         """
         raise NotImplementedError
+
+    def example(self) -> Any | None:
+        """A sample like those of dataset("train"), of the largest shape, made from the settings without reading data.
+
+        Its tensors may be on the meta device. `--fit` with `--print_config` predicts memory with it; with None it reads
+        a sample of dataset("train"), which then must work without prepare().
+        """
+        return None
 
     def collate(self, items: list[Any]) -> Any:
         """Makes a batch from items; by default torch's default_collate."""

@@ -209,8 +209,7 @@ class Trainer:
         failures = {rank: text for rank, text in enumerate(self._agreement.all_gather(error.here)) if text is not None}
         rank, text = next(iter(failures.items()))
         if not self._sizer.shrink(self._feed.most_at_once(self._sizer.plan)):
-            recomputes = self.settings.precision.activation_checkpointing is True
-            raise TrainingFailed(advice(rank, text, self.components, recomputes=recomputes))
+            raise self._does_not_fit(rank, text)
         size, step = self.state.micro_batch, self.state.step + 1
         self._folder.event(
             "oom", step=step, rank=rank, ranks=list(failures), error=text, micro_batch=size, in_place=True
@@ -223,15 +222,17 @@ class Trainer:
     def _next_attempt(self, error: OutOfMemoryHere) -> UnisonoError:
         """The exception to raise if only a restart helps; stores a smaller micro-batch for the next attempt."""
         rank, step = self.components.strategy.placement.rank, self.state.step + 1
-        size = self._sizer.leave_for_next_attempt(self._feed.most_at_once(self._sizer.plan))
-        if size is None:
-            recomputes = self.settings.precision.activation_checkpointing is True
-            return TrainingFailed(advice(rank, str(error), self.components, recomputes=recomputes))
+        if (size := self._sizer.leave_for_next_attempt(self._feed.most_at_once(self._sizer.plan))) is None:
+            return self._does_not_fit(rank, str(error))
         details = {"ranks": [rank], "error": str(error), "micro_batch": size, "in_place": False}
         append_event(self._folder.path, "oom", step=step, rank=rank, **details)
         # An attempt that may fail in the same way must count as a restart.
         kind = TrySmaller if self._sizer.is_new_to_next_attempt(size) else TryAgain
         return kind(f"out of memory: {error}; the next attempt uses at most {size} samples at once per device")
+
+    def _does_not_fit(self, rank: int, text: str) -> TrainingFailed:
+        recomputes, flags = self.settings.precision.activation_checkpointing is True, self._run.advice.flags()
+        return TrainingFailed(advice(rank, text, self.components, recomputes=recomputes, flags=flags))
 
     def _find_micro_batch(self) -> None:
         """Finds a micro-batch that fits on every device, before the first step, where a failure costs nothing yet.

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from unisono.engine.batch import BatchPlan
 from unisono.engine.build.datasets import Datasets
+from unisono.engine.fit.at_start import Advice
 from unisono.engine.length import Length
 from unisono.engine.rank_context import RankContext
 from unisono.engine.recipe import Work
@@ -34,6 +35,7 @@ class TrainingRun:
     length: Length
     save_group: dist.ProcessGroup | None  # process group for the collectives of saves, which run in a separate thread
     work: Work  # this rank's share of prepare() and refresh()
+    advice: Advice  # on what to do if it does not fit into memory
     remarks: list[str]  # notes for the user, from all phases of start-up
 
     @property

@@ -18,8 +18,11 @@ _AMOUNT = r"([\d.]+) (GiB|MiB|KiB|bytes)"
 _UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "bytes": 1}
 
 
-def advice(rank: int, message: str, components: Components, *, recomputes: bool) -> str:
-    """The error text: the memory that is missing for one sample, and the memory that each remedy would free."""
+def advice(rank: int, message: str, components: Components, *, recomputes: bool, flags: str | None = None) -> str:
+    """The error text: the memory that is missing for one sample, and the memory that each remedy would free.
+
+    `flags`: settings with which the run is predicted to fit.
+    """
     placement, strategy = components.strategy.placement, components.strategy
     demand = Demand(
         weights=_bytes(strategy.model.parameters()) - components.blocks_on_host.saved_bytes,
@@ -64,7 +67,8 @@ def advice(rank: int, message: str, components: Components, *, recomputes: bool)
         remedies.append(f"context_parallel {size} (divides the activations of a sample between {size} GPUs)")
     if demand.average:
         remedies.append(f"ema_decay 0 (saves {format_bytes(demand.average)})")
-    return f"{begin}; {usage}. What would help: {', '.join(remedies)}"
+    predicted = f"{flags}. " if flags else ""
+    return f"{begin}; {usage}. {predicted}What would help: {', '.join(remedies)}"
 
 
 def _more_blocks_on_host(blocks: BlocksOnHost, requested: int | None, free: int | None) -> str | None:

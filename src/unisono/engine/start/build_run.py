@@ -17,6 +17,8 @@ from unisono.engine.build.choose_strategy import check_strategy
 from unisono.engine.build.components import build_components
 from unisono.engine.build.datasets import build_datasets
 from unisono.engine.build.device import find_placement
+from unisono.engine.build.gpu_memory import limit_gpu_memory
+from unisono.engine.fit.at_start import fit_run
 from unisono.engine.length import Length, fit_warmup, is_evaluated
 from unisono.engine.memory.micro_batch_size import stored_size
 from unisono.engine.rank_context import RankContext
@@ -41,11 +43,14 @@ def build_run(rank: RankContext, entered: EnteredRun, requested_devices: int | N
     check_strategy(settings.parallel, placement)
     point = find_resume_point(rank, entered)
     batch, batch_remarks = _plan_batch(rank, entered, point.path, placement, requested_devices)
+    limit_gpu_memory(settings, placement.device)
     recipe = build_recipe(entered, placement)
     work = work_of(rank, entered, placement.device)
     if prepare(recipe, work, rank):
         raise StoppedBeforeTraining(point.step)
     datasets = build_datasets(recipe, settings, entered.resolved, batch, rank)
+    fitted = fit_run(recipe, datasets.train, entered, batch, placement, rank)
+    entered, batch, settings = fitted.entered, fitted.batch, fitted.entered.settings
     components = build_components(recipe, settings, placement, batch, rank.agreement)
     save_group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if world.size > 1 else None
     checkpoint = resume_from(point, components, entered, datasets.num_samples, rank, save_group)
@@ -68,7 +73,15 @@ def build_run(rank: RankContext, entered: EnteredRun, requested_devices: int | N
         length=length.length,
         save_group=save_group,
         work=work,
-        remarks=[*point.checkpoint.remarks, *batch_remarks, *datasets.remarks, *resume_remarks, *length.remarks],
+        advice=fitted.advice,
+        remarks=[
+            *fitted.remarks,
+            *point.checkpoint.remarks,
+            *batch_remarks,
+            *datasets.remarks,
+            *resume_remarks,
+            *length.remarks,
+        ],
     )
 
 

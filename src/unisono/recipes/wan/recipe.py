@@ -45,8 +45,8 @@ class WanRecipe(Recipe):
         from unisono.recipes.wan.models.kernels.block import use_fast_blocks
 
         keep_time_embedding_in_float32(transformer)
-        use(self.kernel.name, transformer)
-        use_fast_blocks(transformer)
+        use("auto" if self.is_estimate else self.kernel.name, transformer)
+        use_fast_blocks(transformer, is_estimate=self.is_estimate)
         return self.divided(transformer)
 
     def divided(self, transformer: Any) -> Any:
@@ -69,7 +69,8 @@ class WanRecipe(Recipe):
         from unisono.recipes.wan.models.float32_weights import compute_dtype
 
         dtype = compute_dtype(latents)
-        self.kernel.check_support(model, latents.device.type, dtype)
+        if not self.is_estimate:
+            self.kernel.check_support(model, latents.device.type, dtype)
         return dtype
 
     def full_precision(self, model: nn.Module) -> Sequence[str]:

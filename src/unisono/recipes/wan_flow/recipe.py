@@ -146,15 +146,20 @@ class WanFlow(WanRecipe):
         return Experts(transformers, setup.boundary)
 
     def _add_lora(self, name: str, transformer: Any) -> None:
-        from unisono.recipes.wan.models.lora import add_lora, load_lora
+        from unisono.recipes.wan.models.lora import add_lora, load_lora, open_lora
         from unisono.recipes.wan_flow.model_checks import check_weights, lora_targets
 
         config = self.config
         check_weights(self.setup, name, transformer)
-        if config.lora_path:
+        if config.lora_path and self.is_estimate:
+            lora = open_lora(transformer, Path(config.lora_path).expanduser(), part=name)
+            add_lora(transformer, lora.rank, config.lora_alpha, lora.layers, initialise=False)
+        elif config.lora_path:
             load_lora(transformer, Path(config.lora_path).expanduser(), config.lora_alpha, name)
         elif config.lora_rank:
-            add_lora(transformer, config.lora_rank, config.lora_alpha, lora_targets(config))
+            add_lora(
+                transformer, config.lora_rank, config.lora_alpha, lora_targets(config), initialise=not self.is_estimate
+            )
 
     def weights(self, model: nn.Module) -> Weights | None:
         """The pretrained weights, read from their files row by row; None when training from scratch."""
@@ -166,6 +171,11 @@ class WanFlow(WanRecipe):
     def frozen_linears(self, part: str, module: nn.Module) -> Sequence[str] | None:
         """The layers in the transformers' blocks. The encoders have none: a cache must not change outputs."""
         return None if part == "model" else ()
+
+    @property
+    def predicts_memory(self) -> bool:
+        """Without a cache, the encoders take memory too."""
+        return not self.config.no_cache
 
     def frozen(self) -> Mapping[str, nn.Module]:
         """The VAE and the text encoder, when there is no cache."""
@@ -190,6 +200,22 @@ class WanFlow(WanRecipe):
                 "other model"
             )
         return data
+
+    def example(self) -> Any:
+        """A sample of the largest size that the settings allow."""
+        import torch
+
+        config, encoders = self.config, self.setup.encoders
+        flow, geometry = self.setup.flow, encoders.geometry
+        flow.levels.cdf(flow.low), flow.levels.cdf(flow.high)  # cached, because a prediction has no numbers to bisect
+        pixels = config.height * config.width or config.max_pixels
+        height = config.height or int(pixels**0.5)
+        width = config.width or pixels // height
+        frames = 1 + (config.num_frames - 1) // geometry.temporal_factor
+        size = (geometry.channels, frames, height // geometry.spatial_factor, width // geometry.spatial_factor)
+        even = (*size[:2], *(side - side % geometry.patch for side in size[2:]))
+        text = torch.empty(encoders.text_length, encoders.text_width, dtype=encoders.text_dtype, device="meta")
+        return {"latent": torch.empty(even, device="meta"), "text": text}
 
     def collate(self, items: list[Any]) -> Any:
         """Collates samples of one shape into a micro-batch."""
@@ -237,7 +263,7 @@ class WanFlow(WanRecipe):
 
     def without_caption(self, like: Tensor) -> Tensor:
         """The embedding of the empty caption, on the device and in the dtype of `like`."""
-        if not self.config.caption_dropout and self.config.guidance == 1:
+        if self.is_estimate or (not self.config.caption_dropout and self.config.guidance == 1):
             return like.new_zeros(like.shape[-2:])
         copies = self._no_caption
         if (like.device, like.dtype) not in copies:
@@ -256,7 +282,7 @@ class WanFlow(WanRecipe):
     def loss(self, model: nn.Module, batch: Any, noise: Noise) -> Loss:
         """The squared error of the velocity: the mean over each sample's elements, summed over samples."""
         latent, text = self._inputs(model, batch)
-        if self._base_to_record is not None:
+        if self._base_to_record is not None and not self.is_estimate:
             self._base_to_record.record()
             self._base_to_record = None
         return self.setup.flow.loss(model, latent, text, self.without_caption(text), noise)  # type: ignore[arg-type]

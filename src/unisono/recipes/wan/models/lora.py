@@ -33,11 +33,18 @@ _ADAPTER = "default"
 _LARGEST_RANK = 2**14
 
 
-def add_lora(transformer: Any, rank: int, alpha: float | None = None, targets: Sequence[str] = TARGETS) -> None:
+def add_lora(
+    transformer: Any,
+    rank: int,
+    alpha: float | None = None,
+    targets: Sequence[str] = TARGETS,
+    *,
+    initialise: bool = True,
+) -> None:
     """Adds a LoRA, initially without effect, to the layers whose names end like `targets`, and freezes all else.
 
     The LoRA's weights are real even where the model is on the meta device. They are random by layer name, so it does
-    not matter how the model was built.
+    not matter how the model was built. Without `initialise` they stay where they are.
     """
     if not 0 < rank <= _LARGEST_RANK:
         raise ConfigError(f"lora_rank: expected a whole number from 1 to {_LARGEST_RANK}, got {rank}")
@@ -48,7 +55,7 @@ def add_lora(transformer: Any, rank: int, alpha: float | None = None, targets: S
     from peft import LoraConfig
 
     transformer.add_adapter(LoraConfig(r=rank, lora_alpha=alpha, target_modules=layers), adapter_name=_ADAPTER)  # type: ignore[arg-type]
-    for name, layer in _lora_layers(transformer).items():
+    for name, layer in _lora_layers(transformer).items() if initialise else ():
         _draw(layer, name)
 
 

@@ -21,11 +21,14 @@ from unisono.recipes.wan.models.kernels.attention import kernel_name
 from unisono.recipes.wan.models.kernels.pieces import in_pieces, multiprocessors, possible_pieces
 
 
-def use_fast_blocks(transformer: nn.Module) -> None:
-    """Makes the blocks of a diffusers Wan transformer use our kernels when they are on a GPU."""
-    if importlib.util.find_spec("triton") is not None:
+def use_fast_blocks(transformer: nn.Module, *, is_estimate: bool = False) -> None:
+    """Makes the blocks of a diffusers Wan transformer use our kernels when they are on a GPU.
+
+    `is_estimate`: on the CPU too, where the memory of a run on a GPU is predicted.
+    """
+    if is_estimate or importlib.util.find_spec("triton") is not None:
         for block in transformer.blocks:  # type: ignore[union-attr]
-            make_fast(block)
+            make_fast(block, ("cpu",) if is_estimate else ("cuda",))
 
 
 def make_fast(block: nn.Module, devices: tuple[str, ...] = ("cuda",)) -> None:

@@ -1,0 +1,273 @@
+"""The memory of a recipe's training step under any settings, from its model on the meta device and one sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unisono.data.noise import Noise
+from unisono.engine.build.choose_strategy import demand_of
+from unisono.engine.build.model import build_model
+from unisono.engine.recipe import Recipe
+from unisono.engine.step.precision import compute_type, weight_type
+from unisono.formatting import describe_exception
+from unisono.parallel.blocks.repeated import recompute_activations, repeated_blocks
+from unisono.parallel.blocks.selective import why_not_selective
+from unisono.parallel.blocks.swap import NUM_SLOTS, frozen_bytes
+from unisono.parallel.strategy import cast_weights
+from unisono.planning.blocks_on_host import BlocksOnHost
+from unisono.planning.memory.estimate import WORKSPACE, Estimate
+from unisono.planning.memory.trace import CannotTrace, Trace, extended, trace_step
+from unisono.quantize.formats import FORMATS
+from unisono.quantize.layers import frozen_linears, quantize
+from unisono.settings import Settings
+
+_TEMPORARY = {"adamw8bit": 48, "adamw4bit": 48, "adafactor": 16, "muon": 16, "prodigy": 16}
+"""Bytes per element of the largest weight that the update of these optimizers needs for a moment."""
+
+
+@dataclass(frozen=True)
+class _Structure:
+    """A model on the meta device, in the types of its run."""
+
+    recipe: Recipe
+    module: nn.Module
+    blocks: Sequence[nn.Module]
+    linears: Sequence[str]  # frozen linear layers that base_precision converts
+    exact: Sequence[str]  # weights that are never cast or sharded
+
+    @property
+    def buffers(self) -> int:
+        """Bytes of the model's buffers."""
+        return sum(buffer.nbytes for buffer in self.module.buffers())
+
+
+class ModelMemory:
+    """Predicts memory; traces each combination of settings that changes the computation once."""
+
+    def __init__(self, recipe: Recipe, sample: Callable[[Recipe], Any], *, fp8_products: bool = True) -> None:
+        """`sample` returns the largest sample of a recipe's data; `fp8_products`: the GPU has them."""
+        self._recipe, self._sample, self._fp8_products = recipe, sample, fp8_products
+        self._structures: dict[Any, _Structure] = {}
+        self._traces: dict[Any, Trace] = {}
+
+    @cached_property
+    def _item(self) -> Any:
+        try:
+            return self._sample(self._new_recipe())
+        except Exception as error:  # such as data that was not prepared
+            raise CannotTrace(f"no sample: {describe_exception(error)}") from error
+
+    def blocks(self, settings: Settings) -> BlocksOnHost:
+        """The blocks of the model that could wait in host memory."""
+        structure = self._structure(settings)
+        sizes = [size for size in frozen_bytes(structure.module, structure.blocks) if size]
+        return BlocksOnHost(sizes, NUM_SLOTS)
+
+    def has_blocks(self, settings: Settings) -> bool:
+        """Whether the model has repeated blocks."""
+        return bool(self._structure(settings).blocks)
+
+    def has_frozen_linears(self, settings: Settings) -> bool:
+        """Whether base_precision has anything to convert."""
+        return bool(self._structure(settings).linears)
+
+    def has_own_optimizer(self, settings: Settings) -> bool:
+        """Whether the recipe may bring an optimizer of its own."""
+        return type(self._structure(settings).recipe).optimizer is not Recipe.optimizer
+
+    @property
+    def builds_on_meta(self) -> bool:
+        """Whether the recipe reads weights after it has built its model, so that building it takes no memory."""
+        return type(self._recipe).weights is not Recipe.weights
+
+    def estimate(self, settings: Settings, *, micro_batch: int, ranks: int = 1, accumulates: bool = False) -> Estimate:
+        """The memory per device; `accumulates`: a step has several micro-batches. Raises CannotTrace."""
+        structure, trace = self._structure(settings), self._trace(settings, micro_batch)
+        parallel = settings.parallel
+        demand = demand_of(structure.module, settings)
+        gradients, weights = trace.gradients, demand.weights + structure.buffers
+        optimizer, average = demand.optimizer, demand.average
+        existing, share = float(gradients if accumulates else 0), 1.0
+        if parallel.strategy in ("fsdp", "hsdp"):
+            share = 0.0 if parallel.fsdp_cpu_offload else 1 / self._shards(settings, ranks)
+            weights = self._sharded_weights(structure, share)
+            optimizer, average, existing = int(share * optimizer), int(share * average), share * existing
+        else:
+            weights -= self._saved_by_swap(settings)
+            if ranks > 1:  # ddp: gradients have a place in its buckets from the start
+                existing = gradients
+        fullest = trace.fullest(existing=existing, share=share)
+        activations = fullest.activations // parallel.context_parallel
+        update = self._temporary(structure, settings) if share else 0
+        if share * gradients + update > fullest.gradients + activations:
+            return Estimate(weights, int(share * gradients), optimizer, average, update, WORKSPACE)
+        return Estimate(weights, fullest.gradients, optimizer, average, activations, WORKSPACE)
+
+    def least(self, settings: Settings) -> int:
+        """Bytes of weights and gradients, a lower bound for a run that neither shards nor swaps; traces nothing."""
+        demand = demand_of(self._structure(settings).module, settings)
+        optimizer = 0 if self.has_own_optimizer(settings) else demand.optimizer
+        return demand.weights + demand.gradients + demand.average + optimizer
+
+    def _saved_by_swap(self, settings: Settings) -> int:
+        num = settings.parallel.blocks_on_host
+        if num == 0:
+            return 0
+        sizes = self.blocks(settings).frozen_bytes
+        return BlocksOnHost(sizes, NUM_SLOTS, len(sizes) if num == "auto" else min(num, len(sizes))).saved_bytes
+
+    @staticmethod
+    def _shards(settings: Settings, ranks: int) -> int:
+        size = settings.parallel.shard_size
+        return size if isinstance(size, int) else ranks
+
+    @staticmethod
+    def _sharded_weights(structure: _Structure, share: float) -> int:
+        """Shards, and what is unsharded at the fullest moment: weights outside of blocks, and two blocks at work.
+
+        That is 10 bytes per trained weight of a block: its weights and gradients and the next block's weights in 16
+        bit, and the gradients of the previous block in 32 bit.
+        """
+        exact = set(structure.exact)
+        whole = sum(weight.nbytes for name, weight in structure.module.named_parameters() if name in exact)
+        rest = sum(weight.nbytes for weight in structure.module.parameters()) - whole
+        inside = {weight for block in structure.blocks for weight in block.parameters()}
+        outside = sum(2 * weight.numel() for weight in structure.module.parameters() if weight not in inside)
+        at_work = max(
+            (
+                sum(10 * weight.numel() if weight.requires_grad else 2 * weight.nbytes for weight in block.parameters())
+                for block in structure.blocks
+            ),
+            default=0,
+        )
+        return int(whole + share * rest) + outside + at_work + structure.buffers
+
+    @staticmethod
+    def _temporary(structure: _Structure, settings: Settings) -> int:
+        per_element = _TEMPORARY.get(settings.optim.optimizer.lower(), 0)
+        trained = (weight.numel() for weight in structure.module.parameters() if weight.requires_grad)
+        return per_element * max(trained, default=0)
+
+    def _structure(self, settings: Settings) -> _Structure:
+        precision = settings.precision
+        key = (precision.base_precision, precision.mixed_precision, precision.dtype)
+        if key not in self._structures:
+            self._structures[key] = self._build(settings)
+        return self._structures[key]
+
+    def _build(self, settings: Settings) -> _Structure:
+        if not self._recipe.predicts_memory:
+            raise CannotTrace("it uses modules that are not part of the trained model")
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(weight_type(settings.precision))
+        try:
+            recipe = self._new_recipe(settings)
+            with torch.device("meta"):
+                module = build_model(recipe)
+            exact = list(recipe.full_precision(module))
+            cast_weights(module, weight_type(settings.precision), compute_type(settings.precision), exact)
+            module.train()
+            own_blocks = recipe.blocks(module)
+            blocks = list(own_blocks) if own_blocks is not None else repeated_blocks(module)
+            linears = recipe.frozen_linears("model", module)
+            linears = frozen_linears(module, blocks, exact) if linears is None else list(linears)
+            if settings.precision.base_precision != "auto" and linears:
+                kind = settings.precision.base_precision
+                quantize(module, linears, kind, fp8_products=self._fp8_products)
+            return _Structure(recipe, module, blocks, linears, exact)
+        except Exception as error:
+            raise CannotTrace(describe_exception(error)) from error
+        finally:
+            torch.set_default_dtype(before)
+
+    def _new_recipe(self, settings: Settings | None = None) -> Recipe:
+        """A copy of the recipe, because what its methods store here has no data."""
+        recipe = copy(self._recipe)
+        recipe.is_estimate = True
+        if settings is not None:
+            recipe.base_precision = settings.precision.base_precision
+            recipe.global_batch = settings.batch.batch_size
+            recipe.flash_attention = compute_type(settings.precision) is not None
+        return recipe
+
+    def _trace(self, settings: Settings, micro_batch: int) -> Trace:
+        precision = settings.precision
+        key = (
+            *(precision.base_precision, precision.mixed_precision, precision.dtype, micro_batch),
+            *(precision.activation_checkpointing, precision.recompute_every),
+        )
+        if key not in self._traces:
+            self._traces[key] = self._new_trace(settings, micro_batch)
+        return self._traces[key]
+
+    def _new_trace(self, settings: Settings, micro_batch: int) -> Trace:
+        """Traces the model with few blocks, and continues to all of them; traces all of them if that fails."""
+        precision, num = settings.precision, len(self._structure(settings).blocks)
+        period = precision.recompute_every if precision.activation_checkpointing else 1
+        few = max(2, period)
+        if num > few + period and _container(self._structure(settings)) is not None:
+            try:
+                short, longer = (self._trace_blocks(settings, micro_batch, some) for some in (few, few + period))
+                return extended(short, longer, (num - few - period) / period)
+            except CannotTrace:  # the model expects all blocks
+                pass
+        return self._trace_blocks(settings, micro_batch, num)
+
+    def _trace_blocks(self, settings: Settings, micro_batch: int, num: int) -> Trace:
+        structure = _shortened(self._build(settings), num)  # a trace leaves a model that cannot be used again
+        recipe, precision = structure.recipe, settings.precision
+        if precision.activation_checkpointing:
+            for block in structure.blocks[:: precision.recompute_every] or [structure.module]:
+                selective = precision.activation_checkpointing == "selective" and why_not_selective(block) is None
+                recompute_activations(block, selective=selective)
+        _fill_tables(precision.base_precision, compute_type(precision) or weight_type(precision))
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(weight_type(precision))
+        try:
+            batch = recipe.collate([self._item] * micro_batch)
+
+            def loss(model: nn.Module, data: Any) -> Tensor:
+                noise = Noise(settings.run.seed, torch.arange(micro_batch))
+                if recipe.coupled:
+                    return recipe.couple(recipe.embed(model, data, noise)).total
+                return recipe.loss(model, data, noise).total
+
+            return trace_step(structure.module, loss, batch, compute_type(precision))
+        finally:
+            torch.set_default_dtype(before)
+
+
+def _container(structure: _Structure) -> nn.ModuleList | nn.Sequential | None:
+    """The list that contains exactly the blocks, if they are all alike."""
+    kinds = {
+        tuple((name, weight.shape, weight.dtype, weight.requires_grad) for name, weight in block.named_parameters())
+        for block in structure.blocks
+    }
+    for module in structure.module.modules():
+        if isinstance(module, nn.ModuleList | nn.Sequential) and list(module) == list(structure.blocks):
+            return module if len(kinds) == 1 else None
+    return None
+
+
+def _shortened(structure: _Structure, num: int) -> _Structure:
+    """The model with its first `num` blocks only."""
+    container = _container(structure)
+    if container is None or num >= len(structure.blocks):
+        return structure
+    del container[num:]
+    return replace(structure, blocks=structure.blocks[:num])
+
+
+def _fill_tables(base_precision: str, dtype: torch.dtype) -> None:
+    """Decodes a few numbers, so that the tables that decoding caches are real and not fake tensors."""
+    if base_precision in ("auto", "bf16"):
+        return
+    encoded = FORMATS[base_precision].encode(torch.ones(1, 64))
+    FORMATS[base_precision].decode(encoded.codes, encoded.scales, 64, dtype)
