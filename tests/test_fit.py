@@ -308,7 +308,9 @@ def test_recorded_steps_are_neither_recomputed_nor_swapped() -> None:
 
 @pytest.mark.usefixtures("without_workspace")
 def test_the_texts_name_the_flags_and_the_memory() -> None:
-    fitter = fitter_of(fit="auto", activation_checkpointing=True, micro_batch=BATCH, recompute_every=1)
+    fitter = fitter_of(
+        fit="auto", activation_checkpointing=True, micro_batch=BATCH, recompute_every=1, blocks_on_host=0
+    )
     recomputed = memory_of(activation_checkpointing=True)
     card = Card((recomputed.total - 0.4 * recomputed.optimizer) / USABLE)
     choice = fitter.choose(card, allows_lossy=True)
@@ -382,7 +384,7 @@ def test_a_run_that_cannot_fit_is_rejected_with_the_flags_that_help() -> None:
     fitter = fitter_of(strategy="single")
     card = Card(0.99 * fitter.least(), is_in_use=True)
     settings = configure(Blocks, overrides={"strategy": "single"}).build(Settings)
-    with pytest.raises(ConfigError, match=r"GPU memory are available; --.*--optimizer adamw8bit .*--fit auto") as error:
+    with pytest.raises(ConfigError, match=r"GPU memory are available; --.*--blocks_on_host .*--fit auto") as error:
         at_start.check_least(fitter, settings, card, at_start.Advice(fitter, card))
     assert "\n" not in str(error.value)
     at_start.check_least(fitter, settings, Card(2 * fitter.least()), at_start.Advice(fitter, card))
@@ -408,7 +410,7 @@ def test_a_card_that_is_too_small_is_an_error_of_the_user(tmp_path: Path) -> Non
     common = "train wan-flow --model_config 1.3b --num_frames 17 --fit exact --print_config --gpu_memory_gb"
     for card, expected in (
         (2, "fit exact: the run does not fit into 1.2 GiB of GPU memory even with"),
-        (8, "; pass --"),
+        (3, "; pass --"),
     ):
         run = unisono_command(*common.split(), card, cwd=tmp_path)
         assert run.code == 2 and run.out == ""

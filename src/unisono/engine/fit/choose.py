@@ -89,7 +89,7 @@ class Fitter:
 
     def _fewest_blocks(self, flags: Flags, room: float, card: Card) -> int:
         blocks = self.memory.blocks(self._settings(flags))
-        others = self._estimate(flags, card).total - sum(blocks.frozen_bytes)
+        others = self._estimate(flags, card).total - sum(blocks.movable_bytes)
         fewest = blocks.fewest(room - others)
         return fewest.num if fewest.saved_bytes > 0 else 0
 

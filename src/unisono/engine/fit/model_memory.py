@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from unisono.data.noise import Noise
+from unisono.engine.build.blocks_on_host import movable_blocks
 from unisono.engine.build.choose_strategy import demand_of
 from unisono.engine.build.model import build_model
 from unisono.engine.recipe import Recipe
@@ -19,7 +20,7 @@ from unisono.engine.step.precision import compute_type, weight_type
 from unisono.formatting import describe_exception
 from unisono.parallel.blocks.repeated import recompute_activations, repeated_blocks
 from unisono.parallel.blocks.selective import why_not_selective
-from unisono.parallel.blocks.swap import NUM_SLOTS, frozen_bytes
+from unisono.parallel.blocks.swap import NUM_SLOTS
 from unisono.parallel.strategy import cast_weights
 from unisono.planning.blocks_on_host import BlocksOnHost
 from unisono.planning.memory.estimate import WORKSPACE, Estimate
@@ -67,8 +68,7 @@ class ModelMemory:
     def blocks(self, settings: Settings) -> BlocksOnHost:
         """The blocks of the model that could wait in host memory."""
         structure = self._structure(settings)
-        sizes = [size for size in frozen_bytes(structure.module, structure.blocks) if size]
-        return BlocksOnHost(sizes, NUM_SLOTS)
+        return movable_blocks(structure.module, structure.blocks, settings)[1]
 
     def has_blocks(self, settings: Settings) -> bool:
         """Whether the model has repeated blocks."""
@@ -100,9 +100,15 @@ class ModelMemory:
             weights = self._sharded_weights(structure, share)
             optimizer, average, existing = int(share * optimizer), int(share * average), share * existing
         else:
-            weights -= self._saved_by_swap(settings)
+            swapped = self._swapped(settings)
+            if swapped.is_trained:  # a part of everything that belongs to trained weights
+                share = 1 - swapped.saved_bytes / (weights + gradients + optimizer + average)
+                weights, optimizer, average = int(share * weights), int(share * optimizer), int(share * average)
+                existing *= share
+            else:
+                weights -= swapped.saved_bytes
             if ranks > 1:  # ddp: gradients have a place in its buckets from the start
-                existing = gradients
+                existing = share * gradients
         fullest = trace.fullest(existing=existing, share=share)
         activations = fullest.activations // parallel.context_parallel
         update = self._temporary(structure, settings) if share else 0
@@ -116,12 +122,13 @@ class ModelMemory:
         optimizer = 0 if self.has_own_optimizer(settings) else demand.optimizer
         return demand.weights + demand.gradients + demand.average + optimizer
 
-    def _saved_by_swap(self, settings: Settings) -> int:
-        num = settings.parallel.blocks_on_host
-        if num == 0:
-            return 0
-        sizes = self.blocks(settings).frozen_bytes
-        return BlocksOnHost(sizes, NUM_SLOTS, len(sizes) if num == "auto" else min(num, len(sizes))).saved_bytes
+    def _swapped(self, settings: Settings) -> BlocksOnHost:
+        requested = settings.parallel.blocks_on_host
+        if requested == 0:
+            return BlocksOnHost((), NUM_SLOTS)
+        blocks = self.blocks(settings)
+        total = len(blocks.movable_bytes)
+        return replace(blocks, num=total if requested == "auto" else min(requested, total))
 
     @staticmethod
     def _shards(settings: Settings, ranks: int) -> int:
