@@ -116,8 +116,14 @@ class BatchSettings:
 class PrecisionSettings:
     """Precision and speed"""
 
-    mixed_precision: Literal["no", "fp16", "bf16"] = "no"
-    """Compute in 16-bit precision with 32-bit weights: faster, with less memory. bf16 needs Ampere or newer GPUs; fp16 uses loss scaling."""
+    mixed_precision: Literal["no", "fp16", "bf16", "fp8"] = "no"
+    """Compute in 16-bit precision with 32-bit weights: faster, with less memory. bf16 needs Ampere or newer GPUs; fp16 uses loss scaling. fp8 is bf16 with quantize fp8: faster for wide layers on Ada, Hopper and newer GPUs, with --compile."""
+    quantize: Literal["no", "fp8", "int8"] = "no"
+    """Round the operands of the matrix products of trained linear layers in repeated blocks to fp8 or int8; weights stay 32-bit parameters. Covers the forward pass and the gradients of inputs; see quantize_weight_gradient and docs/quantized_training.md."""
+    quantize_weight_gradient: bool = False
+    """With quantize or mixed_precision fp8: also round the operands of the weights' gradients. Faster; but the result then depends on the division into micro-batches, and with it on the number of ranks."""
+    quantize_min_size: int = 512
+    """With quantize or mixed_precision fp8: leave linear layers with fewer inputs or outputs in 16 bit, because rounding their operands takes longer than it saves."""
     dtype: Literal["float32", "float64"] = "float32"
     """Data type of weights, gradients and optimizer state. float64 is meant for verification."""
     base_precision: Literal["auto", "bf16", "fp8", "int8", "nf4"] = "auto"
@@ -132,6 +138,13 @@ class PrecisionSettings:
     """Recompute each repeated block in backward instead of storing its activations: less memory, about a third more computation. selective: also store the results of attention and of every second matrix product, which are expensive to recompute."""
     recompute_every: int = 1
     """With activation_checkpointing: recompute only every n-th block. The others store their activations, which is faster and needs more memory."""
+
+    @property
+    def product_format(self) -> Literal["fp8", "int8"] | None:
+        """The format to which operands of matrix products are rounded; None if they are not."""
+        if self.mixed_precision == "fp8":
+            return "fp8"
+        return None if self.quantize == "no" else self.quantize
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,107 @@
+"""Trained linear layers with quantised products, and the pass that converts the layers of a model to them.
+
+A layer's class is swapped in place. Its weight stays the float32 parameter of that name that it was, so checkpoints,
+optimizers, averages and exports do not change, and a run can resume with other products.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from unisono.parallel.blocks.repeated import has_autograd_functions
+from unisono.quantize import trained_products
+from unisono.quantize.layers import linears
+from unisono.quantize.trained_products import Products
+
+_MULTIPLE = 16  # sizes of a quantised product's matrices
+
+
+class QuantizedLinear(nn.Linear):
+    """A trained nn.Linear that rounds the operands of its products to fp8 or int8."""
+
+    products: Products
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x @ weight.T + bias."""
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        bias = None if self.bias is None else self.bias.to(dtype)
+        return _Product.apply(  # type: ignore[no-untyped-call,no-any-return]
+            x.to(dtype), self.weight.to(dtype), bias, self.products
+        )
+
+    def extra_repr(self) -> str:
+        """Sizes and products."""
+        return f"{super().extra_repr()}, products={self.products.format_name}"
+
+
+has_autograd_functions(QuantizedLinear)
+
+
+class _Product(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, products: Products) -> Tensor:
+        y, saved = trained_products.linear(products, x, weight, bias)
+        ctx.save_for_backward(*saved)
+        ctx.products = products
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        of_input, of_weight, of_bias, _ = ctx.needs_input_grad
+        saved = list(ctx.saved_tensors)
+        dx, dweight = trained_products.gradients(ctx.products, saved, dy, of_input=of_input, of_weight=of_weight)
+        return dx, dweight, dy.flatten(0, -2).sum(0) if of_bias else None, None
+
+
+def products_of(layer: nn.Module) -> Products | None:
+    """The products of a layer; None for those in the type of the computation."""
+    return layer.products if type(layer) is QuantizedLinear else None
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """The layers that were converted, and those that stay as they are, by name."""
+
+    converted: Sequence[str]
+    unfit: Sequence[str]
+
+
+def quantize_products(
+    model: nn.Module,
+    blocks: Iterable[nn.Module],
+    products: Products,
+    smallest: int,
+    exact: Collection[str] = (),
+) -> Conversion:
+    """Converts the trained linear layers of `blocks` whose sizes are multiples of 16 and at least `smallest`.
+
+    Leaves out weights in `exact`, weights that several modules share, and those that another module reads.
+    """
+    converted, unfit = [], []
+    for name in linears(model, blocks, _is_trained_linear, exact):
+        layer: Any = model.get_submodule(name)
+        sizes = (layer.in_features, layer.out_features)
+        if min(sizes) < smallest or any(size % _MULTIPLE for size in sizes):
+            unfit.append(name)
+            continue
+        layer.products = products
+        layer.__class__ = QuantizedLinear
+        converted.append(name)
+    return Conversion(converted, unfit)
+
+
+def without_numbers(names: Iterable[str]) -> list[str]:
+    """The names of layers without the numbers of their blocks, each once."""
+    return list(dict.fromkeys(re.sub(r"(^|\.)\d+(?=\.)", r"\1*", name) for name in names))
+
+
+def _is_trained_linear(module: nn.Module) -> bool:
+    return type(module) is nn.Linear and module.weight.requires_grad and module.weight.is_floating_point()
