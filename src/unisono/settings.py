@@ -123,11 +123,13 @@ class PrecisionSettings:
     quantize_weight_gradient: bool = False
     """With quantize or mixed_precision fp8: also round the operands of the weights' gradients. Faster; but the result then depends on the division into micro-batches, and with it on the number of ranks."""
     quantize_min_size: int = 512
-    """With quantize or mixed_precision fp8: leave linear layers with fewer inputs or outputs in 16 bit, because rounding their operands takes longer than it saves."""
+    """With quantize, sparsity or mixed_precision fp8: leave linear layers with fewer inputs or outputs in 16 bit, because preparing their operands takes longer than it saves."""
     dtype: Literal["float32", "float64"] = "float32"
     """Data type of weights, gradients and optimizer state. float64 is meant for verification."""
     base_precision: Literal["auto", "bf16", "fp8", "int8", "nf4"] = "auto"
     """Storage format of the frozen linear layers in repeated blocks: the base of a LoRA, a teacher. fp8 and int8 take 1 byte per weight, nf4 about half a byte; trained weights stay as they are. auto: the type of the computation. It cannot change within a run."""
+    sparsity: Literal["no", "2:4"] = "no"
+    """2:4 sets two of every four consecutive inputs of the linear layers in repeated blocks to zero, the smallest ones, in each step anew. Changes the model; see docs/quantized_training.md for what it gains and costs. It cannot change within a run."""
     tf32: bool = False
     """Allow TensorFloat-32 for 32-bit matrix products and convolutions on the GPU: faster, with less precision."""
     compile: bool = False

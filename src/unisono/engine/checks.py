@@ -181,6 +181,10 @@ def _check_products(precision: PrecisionSettings) -> None:
         raise ConfigError("mixed_precision fp8 and quantize int8 contradict each other; use mixed_precision bf16")
     if precision.quantize != "no" and precision.mixed_precision == "fp16":
         raise ConfigError(f"quantize {precision.quantize} works with mixed_precision bf16 or no, not with fp16")
+    if precision.sparsity != "no":
+        other = precision.product_format or (precision.base_precision if precision.base_precision != "auto" else None)
+        if other is not None:
+            raise ConfigError(f"sparsity {precision.sparsity}: no product is both sparse and {other}; use one of them")
     if precision.quantize_weight_gradient and precision.product_format is None:
         raise ConfigError("quantize_weight_gradient needs mixed_precision fp8, or quantize; add one of them")
 

@@ -19,8 +19,8 @@ from unisono.engine.build.build_once import build_once
 from unisono.engine.build.choose_strategy import choose_run_strategy
 from unisono.engine.build.device import has_flash_attention
 from unisono.engine.build.dropout import disable_dropout
-from unisono.engine.build.quantized_products import quantize_trained
 from unisono.engine.build.recording import check_strategy_records, plan_recording
+from unisono.engine.build.reduced_products import reduce_linears
 from unisono.engine.recipe import Recipe
 from unisono.engine.state import TrainState
 from unisono.engine.step.components import Components
@@ -124,7 +124,7 @@ def _initial_model(recipe: Recipe, settings: Settings, placement: Placement, agr
     blocks = list(own_blocks) if own_blocks is not None else repeated_blocks(model)
     base = BasePrecision(recipe, settings.precision.base_precision, placement)
     converted = base.convert("model", model, blocks, full_precision)
-    remarks += quantize_trained(model, blocks, settings.precision, placement, full_precision)
+    remarks += reduce_linears(model, blocks, settings.precision, placement, full_precision)
     weights, source = built.weights, built.source
     if weights is not None and converted:
         weights = source = base.source(weights, converted)

@@ -26,7 +26,7 @@ _PER_START -= {"sync_batch_norm", "find_unused_parameters"}  # except these sett
 _PER_START |= {"output_dir", "resume", "inject", "num_workers", "prefetch_factor", "pin_memory"}
 _PER_START |= {"batch_size", "gradient_accumulation_steps", "global_batch_size", "micro_batch", "guard_steps"}
 
-FIXED = ("shuffle", "optimizer", "base_precision")
+FIXED = ("shuffle", "optimizer", "base_precision", "sparsity")
 """Engine settings that cannot change within a run: they decide which samples it reads, and when, what the optimizer's
 saved state means, or which frozen weights a LoRA is trained with. Neither can seed and effective batch, which have
 their own checks; a recipe lists its own settings in `Recipe.fixed`."""

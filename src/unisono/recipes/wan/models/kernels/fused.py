@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from unisono.quantize import trained_products
-from unisono.quantize.trained_layers import QuantizedLinear, products_of
-from unisono.quantize.trained_products import Products
+from unisono.quantize import reduced_products
+from unisono.quantize.reduced_layers import ReducedLinear, products_of
+from unisono.quantize.reduced_products import Products
 from unisono.recipes.wan.models.kernels import operations
 
 _ONES = 16  # rows: fewer do not make a matrix product faster
@@ -97,7 +97,7 @@ class _Linear(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, products: Products | None) -> Any:
-        y, saved = trained_products.linear(products, x, weight, bias)
+        y, saved = reduced_products.linear(products, x, weight, bias)
         ctx.save_for_backward(*saved)
         ctx.products = products
         return y
@@ -105,7 +105,7 @@ class _Linear(Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
         saved, rows = list(ctx.saved_tensors), dy.flatten(0, -2)
-        dx, dweight = trained_products.gradients(ctx.products, saved, dy, of_input=ctx.needs_input_grad[0])
+        dx, dweight = reduced_products.gradients(ctx.products, saved, dy, of_input=ctx.needs_input_grad[0])
         summed = (rows.new_ones(_ONES, len(rows)) @ rows)[0] if ctx.needs_input_grad[2] else None
         return dx, dweight, summed, None
 
@@ -113,7 +113,7 @@ class _Linear(Function):
 class _LinearGelu(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, products: Products | None) -> Any:
-        inner, saved = trained_products.linear(products, x, weight, bias)
+        inner, saved = reduced_products.linear(products, x, weight, bias)
         ctx.save_for_backward(inner, *saved)
         ctx.products = products
         return F.gelu(inner, approximate="tanh")
@@ -122,13 +122,13 @@ class _LinearGelu(Function):
     def backward(ctx: Any, dy: Tensor) -> Any:
         inner, *saved = ctx.saved_tensors
         gradient, summed = operations.gelu_backward(dy, inner)
-        return *trained_products.gradients(ctx.products, saved, gradient), summed.to(dy.dtype), None
+        return *reduced_products.gradients(ctx.products, saved, gradient), summed.to(dy.dtype), None
 
 
 def _is_plain(layer: Any) -> bool:
     """Whether a layer is fully trained: one with an adapter, or frozen, computes by itself."""
     return (
-        type(layer) in (nn.Linear, QuantizedLinear)
+        type(layer) in (nn.Linear, ReducedLinear)
         and layer.bias is not None
         and layer.bias.requires_grad
         and layer.weight.requires_grad

@@ -1,8 +1,8 @@
-"""The three matrix products of a trained linear layer: output, gradient of the input, gradient of the weight.
+"""The three matrix products of a linear layer: output, gradient of the input, gradient of the weight.
 
-Callers pass a `Products`, or None for products in the type of the computation. Backward quantises the weight again
-instead of saving its codes: fsdp frees gathered weights after the forward pass, and compiled code keeps what is cheaper
-to keep. Operands are stored by rows, because fp8 products accept nothing else.
+Callers pass a `Products`, or None for products in the type of the computation. Backward quantises or prunes the weight
+again instead of saving a copy: fsdp frees gathered weights after the forward pass, and compiled code keeps what is
+cheaper to keep. Operands are stored by rows, because fp8 products accept nothing else.
 
 | product | summed over | scales |
 |---|---|---|
@@ -13,6 +13,9 @@ to keep. Operands are stored by rows, because fp8 products accept nothing else.
 A sum over tokens cannot have a scale per token. With `weight_gradient`, fp8 multiplies the scales of x into the
 gradient, which then has a single scale; int8 needs a scale per input and per output. These scales depend on all tokens
 of a micro-batch, so the result depends on the division into micro-batches.
+
+Pruned weights (`sparse`) are pruned where they are used, so that each step chooses the largest anew. Their gradient is
+the one of the pruned weight, for pruned numbers too (a straight-through estimator): they can grow back.
 """
 
 from __future__ import annotations
@@ -24,14 +27,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from unisono.quantize.operands import multiply, quantised_rows, scales_for, transposed
+from unisono.quantize.sparse import pruned, sparse_linear
 
 
 class Products(NamedTuple):
     """How the products of a layer are computed."""
 
-    format_name: str  # fp8 or int8
+    format_name: str = ""  # to which operands are quantised: fp8 or int8; empty for none
     weight_gradient: bool = False  # quantises the operands of the weight's gradient, too
     fp8_units: bool = False  # whether the device multiplies fp8 matrices
+    sparse: bool = False  # prunes the weight to 2:4
+    sparse_units: bool = False  # whether the device multiplies 2:4 sparse matrices
 
     @property
     def saves_codes(self) -> bool:
@@ -43,6 +49,8 @@ def linear(products: Products | None, x: Tensor, weight: Tensor, bias: Tensor | 
     """x @ weight.T + bias, and the tensors that `gradients` needs; all have the same type."""
     if products is None:
         return F.linear(x, weight, bias), [x, weight]
+    if products.sparse:
+        return sparse_linear(x, pruned(weight), bias, sparse_units=products.sparse_units), [x, weight]
     codes, scales = quantised_rows(_rows(x).contiguous(), products.format_name)
     weight_codes, weight_scales = quantised_rows(weight.contiguous(), products.format_name)
     y = multiply(codes, scales, weight_codes, weight_scales.t(), x.dtype, bias, fp8_units=products.fp8_units)
@@ -63,8 +71,8 @@ def gradients(
 
 
 def _input_gradient(products: Products | None, rows: Tensor, weight: Tensor) -> Tensor:
-    if products is None:
-        return rows @ weight
+    if products is None or products.sparse:
+        return rows @ (weight if products is None else pruned(weight))
     weight_codes, weight_scales = quantised_rows(weight, products.format_name)
     codes, scales = quantised_rows((rows * weight_scales.t()).contiguous(), products.format_name)
     ones = weight_scales.new_ones(1, weight.shape[1])

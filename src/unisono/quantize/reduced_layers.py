@@ -1,7 +1,7 @@
-"""Trained linear layers with quantised products, and the pass that converts the layers of a model to them.
+"""Linear layers with quantised or sparse products, and the pass that converts the layers of a model to them.
 
-A layer's class is swapped in place. Its weight stays the float32 parameter of that name that it was, so checkpoints,
-optimizers, averages and exports do not change, and a run can resume with other products.
+A layer's class is swapped in place. Its weight stays the parameter of that name that it was, so checkpoints, optimizers
+and averages do not change, and a run can resume with other products.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from unisono.parallel.blocks.repeated import has_autograd_functions
-from unisono.quantize import trained_products
+from unisono.quantize import reduced_products
 from unisono.quantize.layers import linears
-from unisono.quantize.trained_products import Products
+from unisono.quantize.reduced_products import Products
+from unisono.quantize.sparse import pruned
 
 _MULTIPLE = 16  # sizes of a quantised product's matrices
 
 
-class QuantizedLinear(nn.Linear):
-    """A trained nn.Linear that rounds the operands of its products to fp8 or int8."""
+class ReducedLinear(nn.Linear):
+    """An nn.Linear that computes its products as `products` says."""
 
     products: Products
 
@@ -39,16 +40,16 @@ class QuantizedLinear(nn.Linear):
 
     def extra_repr(self) -> str:
         """Sizes and products."""
-        return f"{super().extra_repr()}, products={self.products.format_name}"
+        return f"{super().extra_repr()}, products={self.products.format_name or '2:4'}"
 
 
-has_autograd_functions(QuantizedLinear)
+has_autograd_functions(ReducedLinear)
 
 
 class _Product(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, products: Products) -> Tensor:
-        y, saved = trained_products.linear(products, x, weight, bias)
+        y, saved = reduced_products.linear(products, x, weight, bias)
         ctx.save_for_backward(*saved)
         ctx.products = products
         return y
@@ -57,13 +58,13 @@ class _Product(Function):
     def backward(ctx: Any, dy: Tensor) -> Any:
         of_input, of_weight, of_bias, _ = ctx.needs_input_grad
         saved = list(ctx.saved_tensors)
-        dx, dweight = trained_products.gradients(ctx.products, saved, dy, of_input=of_input, of_weight=of_weight)
+        dx, dweight = reduced_products.gradients(ctx.products, saved, dy, of_input=of_input, of_weight=of_weight)
         return dx, dweight, dy.flatten(0, -2).sum(0) if of_bias else None, None
 
 
 def products_of(layer: nn.Module) -> Products | None:
     """The products of a layer; None for those in the type of the computation."""
-    return layer.products if type(layer) is QuantizedLinear else None
+    return layer.products if type(layer) is ReducedLinear else None
 
 
 @dataclass(frozen=True)
@@ -74,26 +75,27 @@ class Conversion:
     unfit: Sequence[str]
 
 
-def quantize_products(
+def reduce_products(
     model: nn.Module,
     blocks: Iterable[nn.Module],
     products: Products,
     smallest: int,
     exact: Collection[str] = (),
 ) -> Conversion:
-    """Converts the trained linear layers of `blocks` whose sizes are multiples of 16 and at least `smallest`.
+    """Converts the linear layers of `blocks` whose sizes are multiples of 16 and at least `smallest`.
 
-    Leaves out weights in `exact`, weights that several modules share, and those that another module reads.
+    Quantised products are for trained weights only: a frozen one can be stored quantised (`layers.py`). Leaves out
+    weights in `exact`, weights that several modules share, and those that another module reads.
     """
     converted, unfit = [], []
-    for name in linears(model, blocks, _is_trained_linear, exact):
+    for name in linears(model, blocks, _is_linear if products.sparse else _is_trained_linear, exact):
         layer: Any = model.get_submodule(name)
         sizes = (layer.in_features, layer.out_features)
         if min(sizes) < smallest or any(size % _MULTIPLE for size in sizes):
             unfit.append(name)
             continue
         layer.products = products
-        layer.__class__ = QuantizedLinear
+        layer.__class__ = ReducedLinear
         converted.append(name)
     return Conversion(converted, unfit)
 
@@ -103,5 +105,20 @@ def without_numbers(names: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(re.sub(r"(^|\.)\d+(?=\.)", r"\1*", name) for name in names))
 
 
+def prune_weights(model: nn.Module) -> None:
+    """Turns layers with sparse products into plain ones with pruned weights, which compute the same."""
+    layer: Any
+    for layer in model.modules():
+        if type(layer) is ReducedLinear and layer.products.sparse:
+            with torch.no_grad():
+                layer.weight.copy_(pruned(layer.weight))
+            del layer.products
+            layer.__class__ = nn.Linear  # type: ignore[assignment]
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return type(module) is nn.Linear and module.weight.is_floating_point()
+
+
 def _is_trained_linear(module: nn.Module) -> bool:
-    return type(module) is nn.Linear and module.weight.requires_grad and module.weight.is_floating_point()
+    return _is_linear(module) and module.weight.requires_grad  # type: ignore[return-value]
