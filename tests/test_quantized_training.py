@@ -27,8 +27,14 @@ from unisono.settings import Settings
 
 FORMATS = ["fp8", "int8"]
 ERROR = {"fp8": 0.06, "int8": 0.02}  # relative error of a product of normally distributed numbers
+
+
+def name_of(products: Products) -> str:
+    return f"{products.format_name or 'sparse'}{' whole' if products.weight_gradient else ''}"
+
+
 PRODUCTS = pytest.mark.parametrize(
-    "products", [Products(name, whole) for name in FORMATS for whole in (False, True)], ids=str
+    "products", [Products(name, whole) for name in FORMATS for whole in (False, True)], ids=name_of
 )
 
 
@@ -210,7 +216,27 @@ def test_compiling_a_layer_breaks_no_graph() -> None:
             torch.testing.assert_close(actual, expected)
 
 
-def test_only_reduced_layers_of_blocks_that_fit_are_converted() -> None:
+@pytest.mark.parametrize("products", [Products("fp8"), Products("int8"), Products(sparse=True)], ids=name_of)
+def test_compiled_code_keeps_no_copy_of_a_gathered_weight(products: Products) -> None:
+    def kept(products: Products) -> set[tuple[int, ...]]:
+        torch._dynamo.reset()
+        layer, shapes = linear(products), set()
+
+        def pack(tensor: Tensor) -> Tensor:
+            if tensor.data_ptr() != layer.weight.data_ptr():
+                shapes.add(tuple(tensor.shape))
+            return tensor
+
+        compiled = torch.compile(layer, fullgraph=True, backend="aot_eager_decomp_partition")
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            compiled(torch.randn(20, 64, requires_grad=True)).sum().backward()
+        return shapes & {(64, 96), (96, 64)}
+
+    assert not kept(products._replace(gathered=True))
+    assert bool(kept(products)) != products.sparse, "otherwise it keeps the codes, which are cheaper to keep"
+
+
+def test_only_trained_layers_of_blocks_that_fit_are_converted() -> None:
     class Part(nn.Module):
         def __init__(self) -> None:
             super().__init__()

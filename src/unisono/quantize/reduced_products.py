@@ -1,8 +1,9 @@
 """The three matrix products of a linear layer: output, gradient of the input, gradient of the weight.
 
 Callers pass a `Products`, or None for products in the type of the computation. Backward quantises or prunes the weight
-again instead of saving a copy: fsdp frees gathered weights after the forward pass, and compiled code keeps what is
-cheaper to keep. Operands are stored by rows, because fp8 products accept nothing else.
+again instead of saving a copy. Compiled code keeps what is cheaper to keep, which are the codes; `gathered` weights,
+which fsdp frees after the forward pass, must not leave codes behind. Operands are stored by rows, because fp8 products
+accept nothing else.
 
 | product | summed over | scales |
 |---|---|---|
@@ -38,6 +39,7 @@ class Products(NamedTuple):
     fp8_units: bool = False  # whether the device multiplies fp8 matrices
     sparse: bool = False  # prunes the weight to 2:4
     sparse_units: bool = False  # whether the device multiplies 2:4 sparse matrices
+    gathered: bool = False  # the weight exists only while it is used
 
     @property
     def saves_codes(self) -> bool:
@@ -71,8 +73,12 @@ def gradients(
 
 
 def _input_gradient(products: Products | None, rows: Tensor, weight: Tensor) -> Tensor:
-    if products is None or products.sparse:
-        return rows @ (weight if products is None else pruned(weight))
+    if products is None:
+        return rows @ weight
+    if products.gathered:  # depends on the gradient, so that the compiler cannot compute the codes in forward
+        weight = weight + 0 * rows[:1, :1].sum()
+    if products.sparse:
+        return rows @ pruned(weight)
     weight_codes, weight_scales = quantised_rows(weight, products.format_name)
     codes, scales = quantised_rows((rows * weight_scales.t()).contiguous(), products.format_name)
     ones = weight_scales.new_ones(1, weight.shape[1])

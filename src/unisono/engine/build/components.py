@@ -70,6 +70,9 @@ def build_components(
     model = _initial_model(recipe, settings, placement, agreement)
     chosen = choose_run_strategy(model.module, settings, placement)
     placement = replace(placement, shard_size=chosen.shard_size)
+    reduced = reduce_linears(
+        model.module, model.blocks, settings.precision, placement, model.full_precision, sharded=chosen.name == "fsdp"
+    )
     recording = plan_recording(recipe, settings, placement.device, chosen.name)
     swap_plan = plan_blocks_on_host(model.module, model.blocks, settings, placement)
     strategy, remarks = _distribute(model, swap_plan, recipe, settings, placement, chosen.name)
@@ -95,7 +98,7 @@ def build_components(
         ema=ema,
         scale=scale,
         state=TrainState(batch.global_batch),
-        remarks=[*recording.remarks, *model.remarks, *swap_plan.remarks, *remarks, *optimizer.remarks],
+        remarks=[*recording.remarks, *model.remarks, *reduced, *swap_plan.remarks, *remarks, *optimizer.remarks],
         captures=recording.captures,
         recordable=recording.is_possible,
         blocks_on_host=swap_plan.sizes,
@@ -124,7 +127,6 @@ def _initial_model(recipe: Recipe, settings: Settings, placement: Placement, agr
     blocks = list(own_blocks) if own_blocks is not None else repeated_blocks(model)
     base = BasePrecision(recipe, settings.precision.base_precision, placement)
     converted = base.convert("model", model, blocks, full_precision)
-    remarks += reduce_linears(model, blocks, settings.precision, placement, full_precision)
     weights, source = built.weights, built.source
     if weights is not None and converted:
         weights = source = base.source(weights, converted)

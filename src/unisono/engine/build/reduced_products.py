@@ -25,6 +25,8 @@ def reduce_linears(
     precision: PrecisionSettings,
     placement: Placement,
     exact: Collection[str] = (),
+    *,
+    sharded: bool = False,
 ) -> list[str]:
     """Converts the layers in place and returns remarks; ConfigError if no layer fits."""
     format_name, is_sparse = precision.product_format, precision.sparsity != "no"
@@ -39,6 +41,7 @@ def reduce_linears(
         fp8_units=format_name == "fp8" and has_fp8_products(placement.device),
         sparse=is_sparse,
         sparse_units=is_sparse and has_sparse_products(placement.device),
+        gathered=sharded,
     )
     conversion = reduce_products(model, blocks, products, precision.quantize_min_size, exact)
     sizes = f"multiples of 16, at least {precision.quantize_min_size} (quantize_min_size)"
