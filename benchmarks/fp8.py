@@ -238,7 +238,7 @@ class Bytes(Recipe):
         data, length = documentation(), SIZE.sequence + 1
         pieces = torch.frombuffer(bytearray(data[: len(data) // length * length]), dtype=torch.uint8).view(-1, length)
         is_held_out = torch.arange(len(pieces)) % 10 == 0
-        return (pieces[is_held_out][:256] if split == "eval" else pieces[~is_held_out]).long()  # type: ignore[return-value]
+        return (pieces[is_held_out][:128] if split == "eval" else pieces[~is_held_out]).long()  # type: ignore[return-value]
 
     def loss(self, model: nn.Module, batch: Tensor, noise: Any) -> Loss:
         return Loss(model(batch[:, :-1], batch[:, 1:], "sum"), len(batch) * SIZE.sequence)
@@ -262,7 +262,7 @@ def losses(steps: int) -> Row:
             with tempfile.TemporaryDirectory() as folder:
                 run = unisono.train(
                     Bytes,
-                    **{"seed": seed, "max_steps": steps, "eval_every": max(1, steps // 10), "learning_rate": 2e-3},
+                    **{"seed": seed, "max_steps": steps, "eval_every": max(1, steps // 5), "learning_rate": 2e-3},
                     **{"mixed_precision": "bf16", "quantize_min_size": 128, "save_every": 0, "eval_first": True},
                     **{"output_dir": f"{folder}/run", **settings},
                 )

@@ -317,7 +317,9 @@ def test_pieces_do_not_break_a_compiled_block(monkeypatch: pytest.MonkeyPatch) -
 
 @TOGETHER
 @pytest.mark.parametrize(
-    "products", [Products("fp8"), Products("fp8", True), Products("int8"), Products(sparse=True)], ids=str
+    "products",
+    [Products("fp8"), Products("fp8", True), Products("int8"), Products(sparse=True)],
+    ids=["fp8", "fp8 whole", "int8", "sparse"],
 )
 def test_quantised_products_keep_the_fast_path(
     products: Products, together: bool, monkeypatch: pytest.MonkeyPatch
@@ -332,7 +334,7 @@ def test_quantised_products_keep_the_fast_path(
     monkeypatch.undo()
     theirs = step(plain, torch.tensor([300.0, 700.0]))
     # A number next to the border between two codes may fall to its other side.
-    close = CLOSE if products.sparse else 2e-2
+    close = CLOSE if products.sparse else 5e-2
     torch.testing.assert_close(ours[0], theirs[0], rtol=close, atol=close * float(theirs[0].abs().max()))
     whole = sum(gradient.norm() ** 2 for gradient in theirs[1].values()) ** 0.5
     off = sum((ours[1][name] - gradient).norm() ** 2 for name, gradient in theirs[1].items()) ** 0.5

@@ -78,7 +78,7 @@ class MultiGPUConfig(ConfigClass):
     grad_clip: float = 0.0
     """Largest norm of the gradient of the whole model; 0 disables clipping."""
     mixed_precision: str = "no"
-    """Precision of the computation: no (float32), fp16 or bf16."""
+    """Precision of the computation: no (float32), fp16, bf16 or fp8."""
     activation_checkpointing: bool | Literal["selective"] = False
     """Recompute activations in the backward pass instead of keeping them: less memory, more time. "selective": keep the
     results that are expensive to recompute."""
