@@ -119,8 +119,8 @@ def test_with_values_changes_a_copy() -> None:
     second = first.with_values("launcher", mixed_precision="bf16")
     assert (first.values["mixed_precision"], second.values["mixed_precision"]) == ("no", "bf16")
     assert (second.sources["mixed_precision"], second.explicit("mixed_precision")) == ("launcher", False)
-    with pytest.raises(ConfigError, match="expected one of no, fp16, bf16"):
-        first.with_values("launcher", mixed_precision="fp8")
+    with pytest.raises(ConfigError, match="expected one of no, fp16, bf16, fp8"):
+        first.with_values("launcher", mixed_precision="fp4")
 
 
 # --- parsing of text
@@ -250,7 +250,8 @@ def test_false_means_no_where_no_is_a_choice() -> None:
         ("--wide maybe", "wide: expected true or false, got 'maybe' (from --wide)"),
         (
             "--mixed_precision bf61",
-            "mixed_precision: expected one of no, fp16, bf16, got 'bf61' (from --mixed_precision); did you mean bf16?",
+            "mixed_precision: expected one of no, fp16, bf16, fp8, got 'bf61' (from --mixed_precision); did you mean "
+            "bf16?",
         ),
         ("--color GREN", "color: expected one of RED, GREEN, got 'GREN' (from --color); did you mean GREEN?"),
         ("--betas 1 2 3", "betas: expected 2 values (a number, a number), got ['1', '2', '3'] (from --betas)"),
@@ -428,7 +429,7 @@ def test_help_shows_every_field_grouped_with_type_default_and_text(monkeypatch: 
     for line in (
         "Batch:",
         "  --batch_size int  (default: 512, set by the recipe)",
-        "  --mixed_precision no|fp16|bf16  (default: no)",
+        "  --mixed_precision no|fp16|bf16|fp8  (default: no)",
         "  --[no_]deterministic  (default: false)",
         "  --seed int  (default: 0)",
         "  --nnodes int|text  (default: 1)",

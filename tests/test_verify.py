@@ -79,6 +79,17 @@ def conclusion(verdict: Verdict, capsys: Any, precision: str = "float64") -> tup
     return code, " ".join(capsys.readouterr().out.split())
 
 
+def test_quantised_products_are_compared_in_float64(run_verify: Verify) -> None:
+    told: list[str] = []
+    size, batch = ("--quantize_min_size", "16"), ("--batch_size", "6")
+    for flags in (("--mixed_precision", "fp8"), ("--quantize", "int8", "--quantize_weight_gradient", "true")):
+        verdict = run_verify("LanguageModel", *flags, *size, *batch, strategies=("ddp", "fsdp"), told=told)
+        assert all(result.same for result in verdict.results)
+    micro_batches = [result.variant.micro_batch for result in verdict.results]
+    assert micro_batches == [1] * 4, "micro-batches of one sample, because the result depends on them"
+    assert sum("depends on the micro-batches by design" in line for line in told) == 1
+
+
 def test_an_invariant_recipe_is_the_same_run_on_one_and_two_ranks(tmp_path: Path) -> None:
     done = unisono(
         "verify", f"{RECIPES}:Honest", "--ranks", "1,2", "--strategies", "ddp,fsdp", cwd=tmp_path, seconds=240

@@ -13,6 +13,8 @@ from torch._dynamo.testing import CompileCounter
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from unisono.parallel.blocks.repeated import recompute_activations
+from unisono.quantize.reduced_layers import ReducedLinear, reduce_products
+from unisono.quantize.reduced_products import Products
 from unisono.recipes.wan.models.kernels import attention, fused, pieces
 from unisono.recipes.wan.models.kernels import block as our_block
 from unisono.recipes.wan.models.kernels.attention import use
@@ -311,3 +313,29 @@ def test_pieces_do_not_break_a_compiled_block(monkeypatch: pytest.MonkeyPatch) -
     for tokens in (7800, 32760, 3000, 15600, 4680):
         assert compiled(torch.randn(1, tokens, 12, 4), text, text)[0].shape[0] == 5
     assert counter.frame_count == 2, "once as it is, once for all lengths"
+
+
+@TOGETHER
+@pytest.mark.parametrize(
+    "products",
+    [Products("fp8"), Products("fp8", True), Products("int8"), Products(sparse=True)],
+    ids=["fp8", "fp8 whole", "int8", "sparse"],
+)
+def test_quantised_products_keep_the_fast_path(
+    products: Products, together: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = plain_model(attention_head_dim=32, ffn_dim=64)
+    fast, called = fast_copy(plain, together), []
+    for each in (plain, fast):
+        assert len(reduce_products(each, each.blocks, products, 16).converted) == 10 * len(each.blocks)
+    monkeypatch.setattr(ReducedLinear, "forward", lambda *_: called.append(1))
+    ours = step(fast, torch.tensor([300.0, 700.0]))
+    assert not called, "the fused functions call the products themselves"
+    monkeypatch.undo()
+    theirs = step(plain, torch.tensor([300.0, 700.0]))
+    # A number next to the border between two codes may fall to its other side.
+    close = CLOSE if products.sparse else 5e-2
+    torch.testing.assert_close(ours[0], theirs[0], rtol=close, atol=close * float(theirs[0].abs().max()))
+    whole = sum(gradient.norm() ** 2 for gradient in theirs[1].values()) ** 0.5
+    off = sum((ours[1][name] - gradient).norm() ** 2 for name, gradient in theirs[1].items()) ** 0.5
+    assert off < close * whole, off / whole

@@ -126,12 +126,20 @@ class MemorySettings:
 class PrecisionSettings:
     """Precision and speed"""
 
-    mixed_precision: Literal["no", "fp16", "bf16"] = "no"
-    """Compute in 16-bit precision with 32-bit weights, which is faster and needs less memory. bf16 needs Ampere or newer GPUs; fp16 uses loss scaling."""
+    mixed_precision: Literal["no", "fp16", "bf16", "fp8"] = "no"
+    """Compute in 16-bit precision with 32-bit weights, which is faster and needs less memory. bf16 needs Ampere or newer GPUs; fp16 uses loss scaling. fp8 is bf16 with quantize fp8: faster for wide layers on Ada, Hopper and newer GPUs, with --compile."""
+    quantize: Literal["no", "fp8", "int8"] = "no"
+    """Round the operands of the matrix products of trained linear layers in repeated blocks to fp8 or int8; weights stay 32-bit parameters. Covers the forward pass and the gradients of inputs; see quantize_weight_gradient and docs/quantized_training.md."""
+    quantize_weight_gradient: bool = False
+    """With quantize or mixed_precision fp8: also round the operands of the weights' gradients. This is faster, but the result then depends on the size of the micro-batches, and so on the number of ranks."""
+    quantize_min_size: int = 512
+    """With quantize, sparsity or mixed_precision fp8: leave linear layers with fewer inputs or outputs in 16 bit, because preparing their operands takes longer than it saves."""
     dtype: Literal["float32", "float64"] = "float32"
     """Data type of weights, gradients and optimizer state. float64 is meant for verification."""
     base_precision: Literal["auto", "bf16", "fp8", "int8", "nf4"] = "auto"
     """Storage format of the frozen linear layers in repeated blocks: the base of a LoRA, a teacher. fp8 and int8 take 1 byte per weight, nf4 about half a byte; trained weights keep their type. auto: the type of the computation. It cannot change within a run."""
+    sparsity: Literal["no", "2:4"] = "no"
+    """2:4 sets two of every four consecutive inputs of the linear layers in repeated blocks to zero, the smallest ones, in each step anew. Changes the model; see docs/quantized_training.md for what it gains and costs. It cannot change within a run."""
     tf32: bool = False
     """Allow TensorFloat-32 for 32-bit matrix products and convolutions on the GPU, which is faster and less precise."""
     compile: bool = False
@@ -144,6 +152,13 @@ class PrecisionSettings:
     """Memory per GPU, in GiB, for the activations that all repeated blocks together store for backward. A trial before step 1 measures the blocks, and each block then recomputes as little as this allows: nothing, what is cheap, or everything. Instead of activation_checkpointing."""
     recompute_every: int = 1
     """With activation_checkpointing: recompute only every n-th block. The others store their activations, which is faster and needs more memory."""
+
+    @property
+    def product_format(self) -> Literal["fp8", "int8"] | None:
+        """The format to which operands of matrix products are rounded; None if they are not."""
+        if self.mixed_precision == "fp8":
+            return "fp8"
+        return None if self.quantize == "no" else self.quantize
 
 
 @dataclass(frozen=True)

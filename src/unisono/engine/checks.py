@@ -12,7 +12,7 @@ from unisono.config.values import did_you_mean, shown
 from unisono.engine.recipe import Recipe
 from unisono.errors import ConfigError
 from unisono.faults import parse
-from unisono.settings import LARGEST_BATCH, LaunchSettings, Settings
+from unisono.settings import LARGEST_BATCH, LaunchSettings, PrecisionSettings, Settings
 
 _BATCH = ("batch_size", "global_batch_size", "gradient_accumulation_steps", "eval_batch_size", "micro_batch")
 _AT_LEAST_ONE = (
@@ -24,6 +24,7 @@ _AT_LEAST_ONE = (
     "num_epochs",
     "prefetch_factor",
     "lr_scaling_batch",
+    "quantize_min_size",
 )
 _AT_LEAST_ZERO = (
     "num_workers",
@@ -171,6 +172,7 @@ def check_settings(settings: Settings) -> None:
         _check_activation_memory(settings)
     if settings.parallel.blocks_on_host != 0:
         _check_blocks_on_host(settings)
+    _check_products(settings.precision)
     if strategy in ("fsdp", "hsdp") and settings.parallel.find_unused_parameters:
         raise ConfigError("find_unused_parameters needs ddp; fsdp uses every weight in every step on every rank")
     if settings.parallel.context_parallel > 1:
@@ -191,6 +193,19 @@ def _check_activation_memory(settings: Settings) -> None:
         )
     if settings.parallel.strategy == "dp":
         raise ConfigError("activation_memory_gb works with strategy single, ddp and fsdp, not with dp")
+
+
+def _check_products(precision: PrecisionSettings) -> None:
+    if precision.quantize == "int8" and precision.mixed_precision == "fp8":
+        raise ConfigError("mixed_precision fp8 and quantize int8 contradict each other; use mixed_precision bf16")
+    if precision.quantize != "no" and precision.mixed_precision == "fp16":
+        raise ConfigError(f"quantize {precision.quantize} works with mixed_precision bf16 or no, not with fp16")
+    if precision.sparsity != "no":
+        other = precision.product_format or (precision.base_precision if precision.base_precision != "auto" else None)
+        if other is not None:
+            raise ConfigError(f"sparsity {precision.sparsity}: no product is both sparse and {other}; use one of them")
+    if precision.quantize_weight_gradient and precision.product_format is None:
+        raise ConfigError("quantize_weight_gradient needs mixed_precision fp8, or quantize; add one of them")
 
 
 def _check_blocks_on_host(settings: Settings) -> None:

@@ -27,9 +27,12 @@ from unisono.engine.run_folder.stored_settings import settings_in
 from unisono.engine.start.registry import load_recipe
 from unisono.errors import UserError
 from unisono.observe.folder import RunFolder
+from unisono.parallel.blocks.repeated import repeated_blocks
 from unisono.parallel.materialize import Weights, fill, materialize
 from unisono.parallel.strategy import cast_weights
 from unisono.quantize.layers import SCALES, check_names, dequantize, quantize
+from unisono.quantize.reduced_layers import prune_weights, reduce_products
+from unisono.quantize.reduced_products import Products
 from unisono.settings import Settings
 
 _MOST_RETRIES_S = 60.0  # seconds to retry if the run deletes checkpoints before they can be read
@@ -118,6 +121,12 @@ def load_trained(
         quantize(model, check_names(model, converted, str(checkpoint)), recipe.base_precision)
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     _load_state(model, state, not_saved=set() if initial is None else frozen)
+    precision = resolved.build(Settings).precision
+    if precision.sparsity != "no":
+        own_blocks = recipe.blocks(model)
+        blocks = repeated_blocks(model) if own_blocks is None else own_blocks
+        reduce_products(model, blocks, Products(sparse=True), precision.quantize_min_size, recipe.full_precision(model))
+        prune_weights(model)
     dequantize(model, torch.float64 if keep_dtype and resolved.values["dtype"] == "float64" else torch.float32)
     return recipe, model.eval(), f"{'averaged ' if is_average else ''}weights of {checkpoint.name}"
 

@@ -78,7 +78,7 @@ class MultiGPUConfig(ConfigClass):
     grad_clip: float = 0.0
     """Maximum norm of the model's gradient. A larger gradient is scaled down to this norm. 0: no clipping."""
     mixed_precision: str = "no"
-    """Precision of the computation: no (float32), fp16 or bf16."""
+    """Precision of the computation: no (float32), fp16, bf16 or fp8."""
     activation_checkpointing: bool | Literal["selective"] = False
     """Recompute activations in the backward pass instead of storing them, which saves memory and takes more time.
     "selective": store the results that are expensive to recompute."""

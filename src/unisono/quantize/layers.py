@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -87,7 +87,14 @@ class Quantized:
 
 
 def frozen_linears(model: nn.Module, blocks: Iterable[nn.Module], exact: Collection[str] = ()) -> list[str]:
-    """Names of the frozen linear layers inside `blocks`, or in the whole model without blocks.
+    """Names of the frozen linear layers inside `blocks`, or in the whole model without blocks; see `linears`."""
+    return linears(model, blocks, is_frozen_linear, exact)
+
+
+def linears(
+    model: nn.Module, blocks: Iterable[nn.Module], accepts: Callable[[Any], bool], exact: Collection[str] = ()
+) -> list[str]:
+    """Names of the linear layers that `accepts` accepts inside `blocks`, or in the whole model without blocks.
 
     Leaves out weights in `exact`, weights that several modules share, and layers whose owner reads their weight itself:
     the attention of torch.nn, and its encoder layer, which computes by one fused kernel in evaluation.
@@ -103,7 +110,7 @@ def frozen_linears(model: nn.Module, blocks: Iterable[nn.Module], exact: Collect
     return [
         name
         for name, module in model.named_modules()
-        if is_frozen_linear(module)
+        if accepts(module)
         and (not inside or id(module) in inside)
         and uses[id(module.weight)] == 1
         and id(module) not in read_by_owner

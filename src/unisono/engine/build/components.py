@@ -20,6 +20,7 @@ from unisono.engine.build.choose_strategy import choose_run_strategy
 from unisono.engine.build.device import has_flash_attention
 from unisono.engine.build.dropout import disable_dropout
 from unisono.engine.build.recording import check_strategy_records, plan_recording
+from unisono.engine.build.reduced_products import reduce_linears
 from unisono.engine.recipe import Recipe
 from unisono.engine.state import TrainState
 from unisono.engine.step.components import Components
@@ -71,6 +72,9 @@ def build_components(
     model = _initial_model(recipe, settings, placement, agreement)
     chosen = choose_run_strategy(model.module, settings, placement)
     placement = replace(placement, shard_size=chosen.shard_size)
+    reduced = reduce_linears(
+        model.module, model.blocks, settings.precision, placement, model.full_precision, sharded=chosen.name == "fsdp"
+    )
     recording = plan_recording(recipe, settings, placement.device, chosen.name)
     swap_plan = plan_blocks_on_host(model.module, model.blocks, settings, placement)
     swap = _swap_blocks(model, swap_plan, placement, chosen.name)
@@ -100,7 +104,7 @@ def build_components(
         ema=ema,
         scale=scale,
         state=TrainState(batch.global_batch),
-        remarks=[*recording.remarks, *model.remarks, *swap_plan.remarks, *remarks, *optimizer.remarks],
+        remarks=[*recording.remarks, *model.remarks, *reduced, *swap_plan.remarks, *remarks, *optimizer.remarks],
         captures=recording.captures,
         recordable=recording.is_possible,
         blocks_on_host=swap_plan.sizes,

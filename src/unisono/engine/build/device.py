@@ -32,9 +32,8 @@ def find_placement(world: World, settings: Settings) -> Placement:
         devices = [torch.device("cuda", i) for i in range(count)] if settings.parallel.strategy == "dp" else [device]
     dtype = compute_type(settings.precision)
     if dtype == torch.bfloat16 and device.type == "cuda" and not torch.cuda.is_bf16_supported():
-        raise ConfigError(
-            f"mixed_precision bf16: {torch.cuda.get_device_name(device)} cannot compute in bf16; use fp16"
-        )
+        name, kind = torch.cuda.get_device_name(device), settings.precision.mixed_precision
+        raise ConfigError(f"mixed_precision {kind}: {name} cannot compute in bf16; use fp16")
     if dtype is not None and settings.precision.dtype == "float64":
         raise ConfigError("mixed_precision and dtype float64 contradict each other; remove one of them")
     context = settings.parallel.context_parallel

@@ -156,7 +156,7 @@ def with_absolute_paths(resolved: Resolved) -> Resolved:
 
 def _with_launcher_settings(resolved: Resolved, world: World) -> Resolved:
     """Adopts settings of `accelerate launch` that the user did not set for the run itself."""
-    if world.mixed_precision in ("fp16", "bf16") and not resolved.explicit("mixed_precision"):
+    if world.mixed_precision in ("fp16", "bf16", "fp8") and not resolved.explicit("mixed_precision"):
         resolved = resolved.with_values("launcher", mixed_precision=world.mixed_precision)
     sizes = ("gradient_accumulation_steps", "global_batch_size")
     if world.accumulation is not None and not any(resolved.explicit(name) for name in sizes):

@@ -379,7 +379,8 @@ def peak_of(placement: Placement, settings: Settings) -> float | None:
     if placement.device.type != "cuda" or precision.dtype == "float64":
         return None
     kind = precision.mixed_precision if precision.mixed_precision != "no" else "tf32" if precision.tf32 else "fp32"
-    peak = peak_flops(torch.cuda.get_device_name(placement.device), kind)
+    # fp8 products are only a part of a step, and mfu should show what they gain over bf16.
+    peak = peak_flops(torch.cuda.get_device_name(placement.device), "bf16" if kind == "fp8" else kind)
     return None if peak is None else peak * len(placement.devices)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from unisono.settings import PrecisionSettings
 
-_TYPES = {"no": None, "fp16": torch.float16, "bf16": torch.bfloat16}
+_TYPES = {"no": None, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
 _GROW_EVERY = 2000  # good steps before the scale is doubled again, as torch.amp.GradScaler does
 
 

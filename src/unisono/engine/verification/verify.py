@@ -130,15 +130,20 @@ class Verdict:
         return all(result.same for result in self.results if result.role == "repeat")
 
 
-def variants(plan: VerifyPlan, global_batch: int, shard_size: int | str = "auto") -> list[Variant]:
-    """The runs to compare: each number of ranks, under each strategy, with one and with several micro-batches."""
+def variants(
+    plan: VerifyPlan, global_batch: int, shard_size: int | str = "auto", *, single_samples: bool = False
+) -> list[Variant]:
+    """The runs to compare: each number of ranks, under each strategy, with one and with several micro-batches.
+
+    `single_samples`: only with micro-batches of one sample, because the result depends on the micro-batches by design.
+    """
     all_variants = []
     for ranks in plan.ranks:
         context = plan.context_of(ranks)
         shares = ranks // context
         share = -(-global_batch // shares)
         for strategy in ("single",) if ranks == 1 else plan.strategies:
-            for size in (share, *_smaller(global_batch, shares)):
+            for size in (1,) if single_samples else (share, *_smaller(global_batch, shares)):
                 shards = _shard_size(strategy, ranks, shard_size)
                 all_variants.append(Variant(ranks, strategy, size, -(-share // size), shards, context))
     return list(dict.fromkeys(all_variants))
@@ -188,7 +193,12 @@ def verify(
     batch = plan_batch(settings.batch, resolved.explicit, devices=plan.most_shares).global_batch
     if not resolved.explicit("global_batch_size"):
         batch = uneven_batch(batch, [plan.most_shares])
-    to_run = variants(plan, batch, settings.parallel.shard_size)
+    lossy = settings.precision.quantize_weight_gradient
+    if lossy:
+        message(
+            "quantize_weight_gradient depends on the micro-batches by design: comparing micro-batches of one sample"
+        )
+    to_run = variants(plan, batch, settings.parallel.shard_size, single_samples=lossy)
     if len(to_run) == 1:
         raise ConfigError(
             f"--ranks {plan.ranks[0]} with global_batch_size {batch} leaves nothing to compare; "
@@ -325,6 +335,7 @@ class _Runner:
             context_parallel=variant.context,
             gpus=_gpus(self._resolved, variant.ranks),
             mixed_precision=precision if precision in ("bf16", "fp16") else "no",
+            quantize=self._resolved.build(Settings).precision.product_format or "no",
             lr_schedule="constant",
             warmup_steps=0,
             dtype="float64" if precision == "float64" else "float32",

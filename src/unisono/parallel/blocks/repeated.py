@@ -59,7 +59,7 @@ def recompute_activations(block: nn.Module, *, selective: bool = False) -> None:
 def has_autograd_functions(
     kind: type[nn.Module], selective: Callable[..., type[nn.Module] | str] | None = None
 ) -> None:
-    """Declares that a class of blocks uses its own autograd functions, which save tensors for backward.
+    """Declares that a class of blocks, or of layers in blocks, has autograd functions, which save tensors for backward.
 
     If such a block is compiled together with its recomputation, the compiler keeps what they save, up to torch 2.11:
     nine tenths of a Wan block's activations. So such blocks are compiled first and recomputed from outside.
@@ -121,7 +121,7 @@ def compile_blocks(model: nn.Module, blocks: Sequence[nn.Module], dynamic: bool 
     _set_up_compiler()
     for module in blocks or [model]:
         kind: Any = type(module)
-        if _recomputes(module) and hasattr(kind, "_unisono_functions"):
+        if _recomputes(module) and any(hasattr(type(part), "_unisono_functions") for part in module.modules()):
             plain = kind._unisono_plain
             module.__class__ = _recomputing(plain, _compiled(plain, dynamic))
         else:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from unisono.parallel.blocks.repeated import has_autograd_functions, recomputing
 from unisono.parallel.context import Tokens
+from unisono.quantize.reduced_layers import products_of
 from unisono.recipes.wan.models.context import DividedAttention, LocalAngles, attend_to_all
 from unisono.recipes.wan.models.kernels import fused, selective
 from unisono.recipes.wan.models.kernels.attention import kernel_name
@@ -97,6 +98,8 @@ def _why_not_selective(block: Any, fast: type[nn.Module]) -> str:
         return "waits in host memory"
     if not all(map(fused._is_plain, [*layers, widen.proj, narrow])):
         return "has frozen weights or adapters"
+    if any(products_of(layer) is not None for layer in [*layers, widen.proj, narrow]):
+        return "multiplies in 8 bits"
     if isinstance(attentions[0].processor, DividedAttention):
         return "divides its tokens between ranks"
     if any(kernel_name(part.processor._attention_backend) is None for part in attentions):

@@ -15,6 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from unisono.quantize import reduced_products
+from unisono.quantize.reduced_layers import ReducedLinear, products_of
+from unisono.quantize.reduced_products import Products
 from unisono.recipes.wan.models.kernels import operations
 from unisono.recipes.wan.models.kernels.adapter import adapted, is_adapted
 
@@ -94,38 +97,42 @@ class _Linear(Function):
     """Computes the bias's gradient only if no consumer does: the compiler's sums over tokens are slow."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Any:
-        ctx.save_for_backward(x, weight)
-        return F.linear(x, weight, bias)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, products: Products | None) -> Any:
+        y, saved = reduced_products.linear(products, x, weight, bias)
+        ctx.save_for_backward(*saved)
+        ctx.products = products
+        return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        rows = dy.flatten(0, -2)
-        dx = (rows @ weight).view(x.shape) if ctx.needs_input_grad[0] else None
+        saved, rows = list(ctx.saved_tensors), dy.flatten(0, -2)
+        dx, dweight = reduced_products.gradients(ctx.products, saved, dy, of_input=ctx.needs_input_grad[0])
         summed = (rows.new_ones(_ONES, len(rows)) @ rows)[0] if ctx.needs_input_grad[2] else None
-        return dx, rows.t() @ x.flatten(0, -2), summed
+        return dx, dweight, summed, None
 
 
 class _LinearGelu(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Any:
-        inner = F.linear(x, weight, bias)
-        ctx.save_for_backward(x, weight, inner)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, products: Products | None) -> Any:
+        inner, saved = reduced_products.linear(products, x, weight, bias)
+        ctx.save_for_backward(inner, *saved)
+        ctx.products = products
         return F.gelu(inner, approximate="tanh")
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
-        x, weight, inner = ctx.saved_tensors
+        inner, *saved = ctx.saved_tensors
         gradient, summed = operations.gelu_backward(dy, inner)
-        rows = gradient.flatten(0, -2)
-        return (rows @ weight).view(x.shape), rows.t() @ x.flatten(0, -2), summed.to(dy.dtype)
+        return *reduced_products.gradients(ctx.products, saved, gradient), summed.to(dy.dtype), None
 
 
 def _is_plain(layer: Any) -> bool:
     """Whether a layer is fully trained: one with an adapter, or frozen, computes by itself."""
     return (
-        type(layer) is nn.Linear and layer.bias is not None and layer.bias.requires_grad and layer.weight.requires_grad
+        type(layer) in (nn.Linear, ReducedLinear)
+        and layer.bias is not None
+        and layer.bias.requires_grad
+        and layer.weight.requires_grad
     )
 
 
@@ -148,13 +155,15 @@ def linear(layer: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
         return adapted([layer], x, _type_for(x))[0], None
     if not _is_plain(layer):
         return layer(x), None
-    return _apply(_Linear, *_in_type(x, layer.weight, layer.bias.detach())), layer.bias
+    return _apply(_Linear, *_in_type(x, layer.weight, layer.bias.detach()), products_of(layer)), layer.bias
 
 
 def linear_gelu(layer: Any, x: Tensor) -> Tensor:
     """GELU of the layer's output."""
     if _is_plain(layer):
-        return _apply(_LinearGelu, *_in_type(x, layer.weight, layer.bias))  # type: ignore[no-any-return]
+        return _apply(  # type: ignore[no-any-return]
+            _LinearGelu, *_in_type(x, layer.weight, layer.bias), products_of(layer)
+        )
     return F.gelu(linear(layer, x)[0], approximate="tanh")
 
 
@@ -182,10 +191,11 @@ def rotated(layers: Sequence[Any], x: Tensor, norms: Sequence[Any], angles: Any,
     be cast to another dtype anyhow: the copy lives until the backward pass, where FSDP would have freed the weights.
     """
     weights, rest = [norm.weight for norm in norms], (*(angles or (None, None)), head, norms[0].eps)
-    plain = all(map(_is_plain, layers))
-    if plain and all(layer.weight.dtype != _type_for(x) for layer in layers):
+    plain, products = all(map(_is_plain, layers)), products_of(layers[0])
+    is_alike = all(products_of(layer) == products for layer in layers)
+    if plain and is_alike and all(layer.weight.dtype != _type_for(x) for layer in layers):
         weight, bias = (torch.cat([getattr(layer, name) for layer in layers]) for name in ("weight", "bias"))
-        out = _apply(_Linear, *_in_type(x, weight, bias.detach()))
+        out = _apply(_Linear, *_in_type(x, weight, bias.detach()), products)
         return list(_apply(_Rotated, out, bias, torch.stack(weights), *rest))
     outputs = []
     if all(map(is_adapted, layers)):
@@ -197,7 +207,10 @@ def rotated(layers: Sequence[Any], x: Tensor, norms: Sequence[Any], angles: Any,
         return outputs
     for number, layer in enumerate(layers):
         if number == len(norms):  # its output is used as it is, so no consumer computes its bias's gradient
-            outputs.append(_apply(_Linear, *_in_type(x, layer.weight, layer.bias)) if plain else layer(x))
+            if plain:
+                outputs.append(_apply(_Linear, *_in_type(x, layer.weight, layer.bias), products_of(layer)))
+            else:
+                outputs.append(layer(x))
         else:
             outputs += _apply(_Rotated, *linear(layer, x), weights[number][None], *rest)
     return outputs

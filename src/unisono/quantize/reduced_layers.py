@@ -1,0 +1,124 @@
+"""Linear layers with quantised or sparse products, and the pass that converts the layers of a model to them.
+
+A layer's class is swapped in place. Its weight stays the parameter of that name that it was, so checkpoints, optimizers
+and averages do not change, and a run can resume with other products.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from unisono.parallel.blocks.repeated import has_autograd_functions
+from unisono.quantize import reduced_products
+from unisono.quantize.layers import linears
+from unisono.quantize.reduced_products import Products
+from unisono.quantize.sparse import pruned
+
+_MULTIPLE = 16  # sizes of a quantised product's matrices
+
+
+class ReducedLinear(nn.Linear):
+    """An nn.Linear that computes its products as `products` says."""
+
+    products: Products
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x @ weight.T + bias."""
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        bias = None if self.bias is None else self.bias.to(dtype)
+        return _Product.apply(  # type: ignore[no-untyped-call,no-any-return]
+            x.to(dtype), self.weight.to(dtype), bias, self.products
+        )
+
+    def extra_repr(self) -> str:
+        """Sizes and products."""
+        return f"{super().extra_repr()}, products={self.products.format_name or '2:4'}"
+
+
+has_autograd_functions(ReducedLinear)
+
+
+class _Product(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, products: Products) -> Tensor:
+        y, saved = reduced_products.linear(products, x, weight, bias)
+        ctx.save_for_backward(*saved)
+        ctx.products = products
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        of_input, of_weight, of_bias, _ = ctx.needs_input_grad
+        saved = list(ctx.saved_tensors)
+        dx, dweight = reduced_products.gradients(ctx.products, saved, dy, of_input=of_input, of_weight=of_weight)
+        return dx, dweight, dy.flatten(0, -2).sum(0) if of_bias else None, None
+
+
+def products_of(layer: nn.Module) -> Products | None:
+    """The products of a layer; None for those in the type of the computation."""
+    return layer.products if type(layer) is ReducedLinear else None
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """The layers that were converted, and those that stay as they are, by name."""
+
+    converted: Sequence[str]
+    unfit: Sequence[str]
+
+
+def reduce_products(
+    model: nn.Module,
+    blocks: Iterable[nn.Module],
+    products: Products,
+    smallest: int,
+    exact: Collection[str] = (),
+) -> Conversion:
+    """Converts the linear layers of `blocks` whose sizes are multiples of 16 and at least `smallest`.
+
+    Quantised products are for trained weights only: a frozen one can be stored quantised (`layers.py`). Leaves out
+    weights in `exact`, weights that several modules share, and those that another module reads.
+    """
+    converted, unfit = [], []
+    for name in linears(model, blocks, _is_linear if products.sparse else _is_trained_linear, exact):
+        layer: Any = model.get_submodule(name)
+        sizes = (layer.in_features, layer.out_features)
+        if min(sizes) < smallest or any(size % _MULTIPLE for size in sizes):
+            unfit.append(name)
+            continue
+        layer.products = products
+        layer.__class__ = ReducedLinear
+        converted.append(name)
+    return Conversion(converted, unfit)
+
+
+def without_numbers(names: Iterable[str]) -> list[str]:
+    """The names of layers without the numbers of their blocks, each once."""
+    return list(dict.fromkeys(re.sub(r"(^|\.)\d+(?=\.)", r"\1*", name) for name in names))
+
+
+def prune_weights(model: nn.Module) -> None:
+    """Turns layers with sparse products into plain ones with pruned weights, which compute the same."""
+    layer: Any
+    for layer in model.modules():
+        if type(layer) is ReducedLinear and layer.products.sparse:
+            with torch.no_grad():
+                layer.weight.copy_(pruned(layer.weight))
+            del layer.products
+            layer.__class__ = nn.Linear  # type: ignore[assignment]
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return type(module) is nn.Linear and module.weight.is_floating_point()
+
+
+def _is_trained_linear(module: nn.Module) -> bool:
+    return _is_linear(module) and module.weight.requires_grad  # type: ignore[return-value]
