@@ -93,7 +93,7 @@ def test_inputs_are_saved_once_and_in_the_type_of_the_computation(monkeypatch: p
     quick = fast(model("plain"))
     ours = _saved(quick)
     monkeypatch.setattr(fused, "is_adapted", lambda layer: False)
-    assert _saved(quick) - ours > 5 * TOKENS * WIDTH * torch.bfloat16.itemsize
+    assert _saved(quick) - ours > 3 * TOKENS * WIDTH * torch.bfloat16.itemsize
 
 
 def _saved(transformer: Any) -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 from unisono.checkpoint.save import Best, Saver
 from unisono.data.loader import BadSample
 from unisono.data.order import Order, Strides
+from unisono.engine.activation_levels import choose_levels
 from unisono.engine.batch import BatchPlan
 from unisono.engine.checks import check_measured
 from unisono.engine.clock import Clock
@@ -26,9 +27,7 @@ from unisono.engine.step.optimizer_step import OptimizerStep, StepReport
 from unisono.engine.step.out_of_memory import OutOfMemoryHere, OutOfMemoryTogether
 from unisono.engine.training_run import TrainingRun
 from unisono.errors import TrainingFailed, TryAgain, TrySmaller, UnisonoError
-from unisono.formatting import format_bytes
 from unisono.observe.folder import append_event
-from unisono.parallel.blocks.mixed import DESCRIPTIONS
 
 _LAST_SAVE_S = 60.0
 
@@ -115,7 +114,7 @@ class Trainer:
     def _train(self) -> Result:
         try:
             self._find_micro_batch()
-            self._choose_levels()
+            choose_levels(self._run, self._recorder.message, lambda: self._try_out(self._sizer.plan))
             self._feed.begin(self._sizer.plan)
             stopped = self._loop()
         finally:
@@ -237,15 +236,14 @@ class Trainer:
     def _find_micro_batch(self) -> None:
         """Finds a micro-batch that fits on every device, before the first step, where a failure costs nothing yet.
 
-        With --micro_batch auto, the largest one. Otherwise only under fsdp, where a step cannot be repeated: it halves
-        the size until it fits.
+        With --micro_batch auto, the largest one. Under fsdp, which cannot repeat a step, it halves the size until it fits.
         """
         strategy, size = self.components.strategy, self._sizer.plan.micro_batch
         searches = self.settings.batch.micro_batch == "auto" and not self.state.micro_batch
         if not strategy.can_try_out:
             if searches:
-                text = f"cannot try sizes here; starting with {size} samples, and with half as many if they do not fit"
-                self._recorder.message(f"micro_batch auto: {text}")
+                text = f"starting with {size} samples, and with half as many if they do not fit"
+                self._recorder.message(f"micro_batch auto: cannot try sizes here; {text}")
             return
         if searches:
             trials = self._sizer.find(self._try_out)
@@ -256,24 +254,6 @@ class Trainer:
             fits = self.state.micro_batch
             self._recorder.message(f"{size} samples do not fit on each device; training with at most {fits} at once")
             self._folder.event("micro_batch", step=self.state.step, micro_batch=fits)
-
-    def _choose_levels(self) -> None:
-        """Chooses how much each block recomputes, so that all together store what activation_memory_gb allows."""
-        mixed, limit = self.components.mixed_blocks, self.settings.precision.activation_memory_gb
-        if mixed is None or limit is None:
-            return
-        if not self.components.strategy.can_try_out:
-            self._recorder.message("activation_memory_gb: nothing can be tried here; all blocks recompute everything")
-            return
-        with mixed.measuring():
-            self._try_out(self._sizer.plan)
-        blocks, stored = mixed.choose(int(limit * 2**30), self._agreement.all_gather(mixed.measured()))
-        chosen = ", ".join(f"{DESCRIPTIONS[level]} in {count}" for level, count in blocks.items())
-        fits = "" if stored <= limit * 2**30 else ", more than the limit: lower micro_batch"
-        self._recorder.message(
-            f"activation_memory_gb {limit:g}: blocks recompute {chosen}; they store {format_bytes(stored)}{fits}"
-        )
-        self._folder.event("activation_memory", step=self.state.step, blocks=dict(blocks), bytes=stored)
 
     def _try_out(self, plan: BatchPlan) -> None:
         self._clock.set(self.state.step, self.length.steps)
