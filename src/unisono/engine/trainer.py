@@ -236,7 +236,7 @@ class Trainer:
     def _find_micro_batch(self) -> None:
         """Finds a micro-batch that fits on every device, before the first step, where a failure costs nothing yet.
 
-        With --micro_batch auto, the largest one. Under fsdp, which cannot repeat a step, it halves the size until it fits.
+        With --micro_batch auto, the largest. Under fsdp, which cannot repeat a step, it halves the size until it fits.
         """
         strategy, size = self.components.strategy, self._sizer.plan.micro_batch
         searches = self.settings.batch.micro_batch == "auto" and not self.state.micro_batch
