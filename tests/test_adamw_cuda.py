@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from unisono.engine.step.make_optimizer import from_settings
+from unisono.optim import adamw
 from unisono.optim.adamw import AdamW, adamw_for
 from unisono.settings import OptimSettings
 
@@ -22,6 +24,24 @@ SHAPES = [(1536, 1536), (8960,), (1,), (3, 5, 7), (40_000,), (1, 6, 1536)]
 def test_on_a_cpu_it_is_torchs() -> None:
     made = from_settings([("weight", nn.Parameter(torch.zeros(2)))], OptimSettings())
     assert type(made) is torch.optim.AdamW
+
+
+@pytest.mark.parametrize("problem", ["raises", "other steps"])
+def test_a_kernel_that_does_not_work_is_not_used(problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def step(self: AdamW, closure: Any = None) -> None:
+        if problem == "raises":
+            raise RuntimeError("Failed to find C compiler")
+        for group in self.param_groups:
+            for weight in group["params"]:
+                weight.data.add_(1e-3)
+
+    monkeypatch.setattr(adamw, "importlib", SimpleNamespace(util=SimpleNamespace(find_spec=lambda name: True)))
+    adamw.kernel_works.cache_clear()
+    torch_steps = adamw.kernel_works(torch.device("cpu"))  # without a GPU both classes take torch's steps
+    monkeypatch.setattr(AdamW, "step", step)
+    adamw.kernel_works.cache_clear()
+    assert torch_steps and not adamw.kernel_works(torch.device("cpu"))
+    adamw.kernel_works.cache_clear()
 
 
 def parameters(device: str = "cuda", dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:

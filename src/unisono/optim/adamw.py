@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Iterable
+from functools import cache
 from itertools import accumulate
 from typing import Any
 
@@ -21,9 +22,33 @@ _ALIGNED = 16  # bytes that a GPU loads at once
 
 
 def adamw_for(weight: nn.Parameter) -> type[torch.optim.AdamW]:
-    """The class for weights like this one."""
-    has_kernel = weight.device.type == "cuda" and importlib.util.find_spec("triton") is not None
-    return AdamW if has_kernel else torch.optim.AdamW
+    """Returns the class for weights like this one: ours where its kernel works, otherwise torch's."""
+    return AdamW if weight.device.type == "cuda" and kernel_works(weight.device) else torch.optim.AdamW
+
+
+@cache
+def kernel_works(device: torch.device) -> bool:
+    """Whether the kernel takes the same steps as torch's on this device, found out by trying it on a few weights.
+
+    It does not without Triton, or where Triton cannot compile because there is no C compiler.
+    """
+    if importlib.util.find_spec("triton") is None:
+        return False
+    weights = [nn.Parameter(torch.linspace(-1, 1, 5000, dtype=torch.float32, device=device)) for _ in range(2)]
+    try:
+        for kind, weight in zip((AdamW, torch.optim.AdamW), weights, strict=True):
+            _try_out(kind([weight], lr=1e-2, weight_decay=0.1, fused=True), weight)
+    except Exception:  # of the compiler, the driver or Triton itself
+        return False
+    return torch.allclose(*weights, rtol=1e-5, atol=1e-7)
+
+
+def _try_out(optimizer: Any, weight: nn.Parameter) -> None:
+    for skips in (0.0, 1.0, 0.0):
+        weight.grad = 2 * weight.detach().cos()
+        optimizer.grad_scale = torch.full((), 2.0, device=weight.device)
+        optimizer.found_inf = torch.full((), skips, device=weight.device)
+        optimizer.step()
 
 
 class AdamW(torch.optim.AdamW):
