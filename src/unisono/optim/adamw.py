@@ -40,7 +40,7 @@ def kernel_works(device: torch.device) -> bool:
             _try_out(kind([weight], lr=1e-2, weight_decay=0.1, fused=True), weight)
     except Exception:  # of the compiler, the driver or Triton itself
         return False
-    return torch.allclose(*weights, rtol=1e-5, atol=1e-7)
+    return torch.allclose(weights[0], weights[1], rtol=1e-5, atol=1e-7)
 
 
 def _try_out(optimizer: Any, weight: nn.Parameter) -> None:

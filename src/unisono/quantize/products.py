@@ -25,11 +25,7 @@ _MULTIPLE = 16  # sizes of an fp8 product's matrices
 
 def has_fp8_products(device: torch.device) -> bool:
     """Whether the device multiplies fp8 matrices: GPUs since Ada and Hopper."""
-    return (
-        device.type == "cuda"
-        and torch.version.hip is None
-        and torch.cuda.get_device_capability(device) >= (8, 9)  # not measured on a GPU yet
-    )
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def fits_fp8_products(num_rows: int, num_columns: int) -> bool:
