@@ -163,8 +163,8 @@ def table(result: dict[str, Any]) -> str:
     """The result as Markdown."""
     lines = ["# A LoRA on blocks of Wan 14B", "", *depends_on(result), ""]
     lines += [
-        "One sample of 480 × 832 × 17, rank 32, compiled, forward and backward. *40 blocks*: the time per block times 40,",
-        "without the layers outside of blocks and the optimizer.",
+        "One sample of 480 × 832 × 17, rank 32, compiled, forward and backward. *40 blocks*: the time per block times",
+        "40, without the layers outside of blocks and the optimizer.",
         "",
         "| variant | ms per block | range | 40 blocks, ms | activations per block, GiB | distance of gradients |",
         "|---|---|---|---|---|---|",
@@ -176,7 +176,8 @@ def table(result: dict[str, Any]) -> str:
         lines.append(f"| {row['variant']} | {times} | {gib} | {row['gradient_distance']:.1e} |")
     for row in result["rows"]:
         if "kernels" in row:
-            lines += ["", f"## Kernels, {row['variant']}", "", "| ms per block | calls | kernel |", "|---|---|---|"]
+            lines += ["", f"## Kernels, {row['variant']}", "", "| ms per block | calls | kernel |"]
+            lines.append("|---|---|---|")
             for each in row["kernels"]:
                 lines.append(f"| {each['ms']:.3f} | {each['calls']:.1f} | {each['name']} |")
     return "\n".join([*lines, ""])

@@ -326,6 +326,9 @@ def test_the_choice_of_a_kernel_is_written_whole_or_not_at_all(tmp_path: Path, m
     assert not list(tmp_path.iterdir())
     kernel.measure(work, sizes, 8)
     assert json.loads(file.read_text())["kernel"] == "flash"
+    kernel._file = file  # which another kind of GPU would have named differently
+    assert kernel.name_for(1) == "flash" and kernel.name_for(2) == "auto"
+    assert attention.Kernel("flash").name_for(2) == "flash"
 
 
 @pytest.mark.parametrize("name", ["dataset_path", "eval_dataset_path"])

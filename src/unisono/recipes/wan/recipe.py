@@ -45,7 +45,7 @@ class WanRecipe(Recipe):
         from unisono.recipes.wan.models.kernels.block import use_fast_blocks
 
         keep_time_embedding_in_float32(transformer)
-        use("auto" if self.is_estimate else self.kernel.name, transformer)
+        use("auto" if self.is_estimate else self.kernel.name_for(self.context.size), transformer)
         use_fast_blocks(transformer, is_estimate=self.is_estimate)
         return self.divided(transformer)
 

@@ -66,6 +66,14 @@ class Kernel:
             return self._setting
         return str(json.loads(self._file.read_text())["kernel"])
 
+    def name_for(self, context: int) -> str:
+        """The name in a run where `context` ranks share a sample.
+
+        The measurement was of whole samples. A part of one has fewer heads, which not every kernel accepts, so torch
+        chooses the kernel then, unless the settings name one.
+        """
+        return self.name if context == 1 else self._setting
+
     def check_support(self, model: nn.Module, device_type: str, dtype: torch.dtype) -> None:
         """Raises ConfigError, before the first forward pass, if the kernel does not support the run's dtype.
 
