@@ -69,7 +69,7 @@ def test_the_code_blocks_of_the_guide_run_as_written(
     names: dict[str, Any] = {}
     for block in re.findall(r"```python\n(.*?)```", guide, re.DOTALL):
         exec(compile(block, "guide", "exec"), names)
-    assert "batch_size 16 -> 8" in capsys.readouterr().err
+    assert "batch_size changed from 16 to 8" in capsys.readouterr().err
     assert names["train_metrics"]["train_loss"] < 1 and names["clear_memory_cache"]() == {}
 
 

@@ -61,8 +61,9 @@ FREE: dict[str, dict[str, str]] = {
 }
 FREE_OF_THE_ENGINE = {
     "how long": "max_steps num_epochs",
-    "numerics": "deterministic mixed_precision dtype tf32 compile cuda_graph",
-    "memory": "activation_checkpointing recompute_every fit",
+    "numerics": "deterministic mixed_precision dtype tf32 compile cuda_graph quantize quantize_weight_gradient "
+    "quantize_min_size",
+    "memory": "activation_checkpointing activation_memory_gb recompute_every fit",
     "optimization": "learning_rate weight_decay beta1 beta2 epsilon grad_clip lr_schedule warmup_steps "
     "min_lr_ratio wsd_decay_ratio lr_scaling lr_scaling_batch max_skipped_steps ema_decay ema_warmup",
     "the model": "disable_dropout sync_batch_norm find_unused_parameters",

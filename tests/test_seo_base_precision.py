@@ -16,6 +16,8 @@ from seo_models import both_folder, decoder_folder, encoder_folder
 from unisono.engine.export import export_run
 from unisono.quantize.formats import FORMATS
 
+pytestmark = pytest.mark.slow  # test_base_precision.py claims the same of a small recipe
+
 NAMES = sorted(FORMATS)
 COMMON: dict[str, Any] = {
     **{"lora_rank": 2, "num_workers": 0, "tensorboard": False, "log_every": 1, "disable_dropout": True},

@@ -80,7 +80,7 @@ def test_layers_without_a_lora_beside_layers_with_one() -> None:
         torch.testing.assert_close(ours[name], expected, rtol=1e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize("base", ["plain", "fp8"])
+@pytest.mark.parametrize("base", ["plain", pytest.param("fp8", marks=pytest.mark.slow)])
 def test_compiled_blocks_get_the_same_gradients(base: str) -> None:
     plain = model(base)
     quick = fast(plain)

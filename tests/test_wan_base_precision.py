@@ -29,6 +29,8 @@ from unisono.recipes.wan_distill.recipe import WanDistill
 from unisono.recipes.wan_distill.settings import Config as DistillConfig
 from wan_models import model, save_data, save_pipelines
 
+pytestmark = pytest.mark.slow  # test_base_precision.py claims the same of a small recipe
+
 NAMES = sorted(FORMATS)
 COMMON: dict[str, Any] = {
     **{"mixed_precision": "no", "compile": False, "num_workers": 0, "log_every": 1, "warmup_steps": 0},

@@ -93,7 +93,7 @@ _ANSWERS: dict[str, tuple[str, ...]] = {
     "use --optimizer adamw8bit": ("use_8bit_adam", "use_8bit_optimizer"),
     "Lion is not supported; --optimizer adamw8bit needs even less memory": ("use_lion_optimizer",),
     _EIGHT_BIT: (
-        *("fp8_base", "fp8_scaled", "fp8_t5", "fp8_llm", "fp8_models", "quantize", "quantization", "load_in_8bit"),
+        *("fp8_base", "fp8_scaled", "fp8_t5", "fp8_llm", "fp8_models", "quantization", "load_in_8bit"),
         *("load_in_4bit", "quant_options", "enable_fp8_training", "base_model_precision", "fp8_optimizations"),
     ),
     _TRACKERS: (
