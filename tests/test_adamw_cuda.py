@@ -21,7 +21,7 @@ OPTIONS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weig
 SHAPES = [(1536, 1536), (8960,), (1,), (3, 5, 7), (40_000,), (1, 6, 1536)]
 
 
-def test_on_a_cpu_it_is_torchs() -> None:
+def test_on_a_cpu_torchs_adamw_is_used() -> None:
     made = from_settings([("weight", nn.Parameter(torch.zeros(2)))], OptimSettings())
     assert type(made) is torch.optim.AdamW
 
@@ -78,7 +78,7 @@ def spied(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 @needs_gpu
-def test_steps_and_skipped_steps_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_and_skipped_steps_match_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     launches = spied(monkeypatch)
     ours, theirs, exact = parameters(), parameters(), parameters("cpu", torch.float64)
     kinds = (adamw_for(ours[0]), torch.optim.AdamW, torch.optim.AdamW)
@@ -113,7 +113,7 @@ def test_steps_and_skipped_steps_are_those_of_torch(monkeypatch: pytest.MonkeyPa
 
 
 @needs_gpu
-def test_gradients_at_odd_addresses_are_read_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_at_unaligned_addresses_are_read_correctly(monkeypatch: pytest.MonkeyPatch) -> None:
     launches, ours, exact = spied(monkeypatch), parameters(), parameters("cpu", torch.float64)
     first, second = adamw_for(ours[0])(ours, **OPTIONS), torch.optim.AdamW(exact, **OPTIONS)
     for step in range(3):
@@ -130,7 +130,7 @@ def test_gradients_at_odd_addresses_are_read_too(monkeypatch: pytest.MonkeyPatch
 
 
 @needs_gpu
-def test_a_large_model_in_one_group_is_updated_in_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_weight_of_a_large_group_is_updated(monkeypatch: pytest.MonkeyPatch) -> None:
     launches = spied(monkeypatch)
     ours, theirs = ([nn.Parameter(torch.ones(2**20 + 4, device="cuda")) for _ in range(300)] for _ in range(2))
     for weights, kind in ((ours, adamw_for(ours[0])), (theirs, torch.optim.AdamW)):
@@ -143,7 +143,7 @@ def test_a_large_model_in_one_group_is_updated_in_whole(monkeypatch: pytest.Monk
 
 
 @needs_gpu
-def test_what_the_kernel_does_not_compute_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_updates_what_the_kernel_does_not_support(monkeypatch: pytest.MonkeyPatch) -> None:
     launches = spied(monkeypatch)
     for options, change in (({"amsgrad": True}, lambda weight: weight), ({}, lambda weight: weight.bfloat16())):
         weight = nn.Parameter(change(torch.ones(64, device="cuda")))
@@ -161,7 +161,7 @@ def recorded(step: Callable[[], None]) -> torch.cuda.CUDAGraph:
 
 
 @needs_gpu
-def test_recorded_steps_are_the_plain_ones() -> None:
+def test_recorded_steps_match_eager_steps() -> None:
     ours, other = parameters(), parameters()
     for weights in (ours, other):
         for weight in weights:

@@ -79,7 +79,7 @@ def one_rank_fails_and_one_hangs():
 # ---- claims ----
 
 
-def test_all_ranks_get_the_largest_of_each_flag():
+def test_all_ranks_get_the_maximum_of_each_flag():
     for flags, again, nan_is_infinite, everybody, main in run_ranks("agree_on_flags", __file__, 3):
         assert flags == {"large": 2**40 + 2, "skip": 0, "step": 9, "stop": 1}
         assert again == flags
@@ -108,7 +108,7 @@ def test_when_a_rank_fails_the_others_are_killed_and_the_reason_is_reported():
     assert time.monotonic() - start < 40
 
 
-def test_a_port_in_use_is_named_together_with_its_holder():
+def test_an_error_about_a_port_in_use_names_the_process_that_holds_it():
     import torch
 
     from unisono.cluster.environment import World
@@ -153,5 +153,5 @@ def meet_with_different_restart_counts():
     return sums
 
 
-def test_ranks_on_two_machines_meet_although_their_restart_counts_differ():
+def test_ranks_on_two_machines_connect_although_their_restart_counts_differ():
     assert run_ranks("meet_with_different_restart_counts", __file__, 2) == [[3.0] * 3] * 2

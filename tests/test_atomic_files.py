@@ -12,7 +12,7 @@ from unisono.atomic_files import atomic_file, atomic_folder, write_atomically
 
 @pytest.mark.parametrize("one_writer", [False, True])
 @pytest.mark.parametrize("durable", [False, True])
-def test_a_file_is_replaced_in_one_piece(tmp_path: Path, durable: bool, one_writer: bool) -> None:
+def test_a_file_is_replaced_atomically(tmp_path: Path, durable: bool, one_writer: bool) -> None:
     file = tmp_path / "a.json"
     for content in (b"first", "second", [b"th", b"ird"]):
         write_atomically(file, content, durable=durable, one_writer=one_writer)
@@ -32,7 +32,7 @@ def test_a_failed_write_keeps_the_old_file_and_leaves_nothing_behind(tmp_path: P
     assert os.listdir(tmp_path) == ["a.json"]
 
 
-def test_a_link_at_the_temporary_name_is_not_written_through(tmp_path: Path) -> None:
+def test_a_link_at_the_temporary_name_is_not_followed(tmp_path: Path) -> None:
     mine = tmp_path / "mine"
     mine.write_text("untouched")
     (tmp_path / ".a.json.new").symlink_to(mine)
@@ -41,7 +41,7 @@ def test_a_link_at_the_temporary_name_is_not_written_through(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("has_links", [True, False])
-def test_a_file_that_must_be_new_never_replaces_another(
+def test_an_exclusive_write_never_replaces_a_file(
     tmp_path: Path, has_links: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
@@ -58,7 +58,7 @@ def test_a_file_that_must_be_new_never_replaces_another(
     assert os.listdir(tmp_path) == ["clip.mp4"]
 
 
-def test_a_folder_appears_with_everything_in_it(tmp_path: Path) -> None:
+def test_a_folder_appears_only_when_it_is_complete(tmp_path: Path) -> None:
     folder = tmp_path / "out"
     with atomic_folder(folder) as temporary:
         (temporary / "a").write_text("a")

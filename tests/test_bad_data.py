@@ -161,7 +161,7 @@ def test_a_sample_that_can_be_read_at_the_second_attempt_changes_nothing(workers
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_another_sample_replaces_a_micro_batch_without_readable_samples(workers: int) -> None:
+def test_a_micro_batch_without_readable_samples_is_replaced_by_another_sample(workers: int) -> None:
     order = Order(SAMPLES, SEED)
     data = WithBadSamples(*(order[position] for position in (0, 2, 3)))
     first, second, third = read(data, cursor(end=6), workers)
@@ -175,7 +175,7 @@ def test_another_sample_replaces_a_micro_batch_without_readable_samples(workers:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_data_without_a_readable_sample_is_an_error_that_names_the_first(workers: int) -> None:
+def test_a_dataset_without_readable_samples_is_an_error_that_names_the_first_sample(workers: int) -> None:
     first = Order(SAMPLES, SEED)[0]
     loader = open_loader(WithBadSamples(*range(SAMPLES)), cursor(), workers)
     with closing(loader), pytest.raises(RecipeError, match=rf"none of 6 samples .* sample {first} \(position 0\): Val"):
@@ -201,7 +201,7 @@ def test_running_out_of_memory_does_not_make_a_sample_bad(workers: int) -> None:
         next(loader)
 
 
-def test_a_batch_that_cannot_leave_its_worker_is_an_error() -> None:
+def test_a_batch_that_cannot_be_sent_by_its_worker_is_an_error() -> None:
     loader = open_loader(SentenceData(SAMPLES, augment=True), cursor(), 1, collate=lambda items: lambda: items)
     with closing(loader), pytest.raises(Exception, match="pickle"):
         next(loader)
@@ -311,7 +311,7 @@ def test_a_loader_that_hangs_can_be_interrupted_and_closed() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_new_loader_takes_over_in_the_middle_with_other_micro_batches(workers: int) -> None:
+def test_a_new_loader_continues_mid_stream_with_other_micro_batches(workers: int) -> None:
     data = SentenceData(SAMPLES, augment=True)
     with closing(open_loader(data, cursor(micro_batch=4), workers)) as loader:
         found = [next(loader) for _ in range(4)]  # two steps of six samples
@@ -335,7 +335,7 @@ def test_a_dataset_can_call_get_worker_info() -> None:
             assert [next(loader).data[0] for _ in range(2)] == expected
 
 
-def test_workers_that_are_not_forked_read_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spawned_workers_read_the_same_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(multiprocessing, "Process", multiprocessing.get_context("spawn").Process)
     data = SentenceData(SAMPLES, augment=True)
     assert by_position(read(data, cursor(), 1)) == by_position(read(data, cursor()))

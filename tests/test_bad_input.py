@@ -321,7 +321,7 @@ def test_a_dataset_smaller_than_a_batch_is_reported_once(tmp_path: Path) -> None
     assert [line["samples"] for line in lines(tmp_path / "run")] == [8, 16, 24, 32]
 
 
-def test_fewer_gpus_than_requested_give_one_warning_and_keep_the_effective_batch(tmp_path: Path) -> None:
+def test_with_fewer_gpus_than_requested_one_warning_is_printed_and_the_effective_batch_stays(tmp_path: Path) -> None:
     ended = unisono("train", TINY, "--gpus", 4, "--output_dir", tmp_path / "run", cwd=tmp_path)
     assert ended.code == 0, ended.err
     assert ended.err.count("no CUDA device for --gpus 4: training on the CPU") == 1

@@ -40,7 +40,7 @@ def decoded(kind: Format, values: Tensor, dtype: torch.dtype = torch.float64) ->
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_weight_loses_no_more_than_half_the_distance_between_two_codes(name: str) -> None:
+def test_a_weight_is_rounded_to_the_nearest_code(name: str) -> None:
     kind, values = FORMATS[name], matrix()
     error = (decoded(kind, values) - values).abs()
     largest = values.abs().amax(dim=1, keepdim=True)
@@ -72,7 +72,7 @@ def test_rows_have_the_same_codes_whether_they_are_encoded_together_or_in_parts(
 
 @pytest.mark.parametrize("columns", [1, 31, 64, 65, 128, 150])
 @pytest.mark.parametrize("name", NAMES)
-def test_codes_and_scales_have_the_announced_sizes(name: str, columns: int) -> None:
+def test_codes_and_scales_have_the_documented_sizes(name: str, columns: int) -> None:
     kind, values = FORMATS[name], matrix(columns=columns)
     codes, scales = kind.encode(values)
     assert codes.shape[1] == kind.num_code_columns(columns) and codes.dtype == kind.code_dtype
@@ -83,7 +83,7 @@ def test_codes_and_scales_have_the_announced_sizes(name: str, columns: int) -> N
 
 @pytest.mark.parametrize("name", FEW_BITS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_decoding_to_16_bits_adds_no_more_than_their_rounding(name: str, dtype: torch.dtype) -> None:
+def test_decoding_to_16_bits_adds_only_16_bit_rounding(name: str, dtype: torch.dtype) -> None:
     kind, values = FORMATS[name], matrix()[10:30]
     exact, rounded = decoded(kind, values), decoded(kind, values, dtype)
     roundings = 2 if name == "nf4" and dtype == torch.bfloat16 else 1  # its values are no bfloat16 numbers
@@ -91,14 +91,14 @@ def test_decoding_to_16_bits_adds_no_more_than_their_rounding(name: str, dtype: 
     assert ((rounded.double() - exact).abs() <= slack * 1.01).all()
 
 
-def test_the_compiled_form_of_nf4_has_the_same_values(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_nf4_decoding_gives_the_same_values(monkeypatch: pytest.MonkeyPatch) -> None:
     kind, values = FORMATS["nf4"], matrix()
     table = decoded(kind, values, torch.float32)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert torch.equal(decoded(kind, values, torch.float32), table)
 
 
-def test_a_weight_that_is_not_finite_stays_so() -> None:
+def test_non_finite_weights_stay_non_finite() -> None:
     for bad in (torch.inf, torch.nan):
         values = matrix()
         values[7, 9] = bad
@@ -152,7 +152,7 @@ def test_outputs_and_gradients_are_those_of_the_decoded_weights(name: str) -> No
 
 @pytest.mark.parametrize("name", FEW_BITS)
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_a_strategy_is_chosen_by_the_bytes_of_the_codes(name: str, device: str) -> None:
+def test_the_strategy_is_chosen_by_the_size_of_the_quantised_weights(name: str, device: str) -> None:
     from unisono.engine.build.choose_strategy import _num_bytes
 
     model = Layers().to(device)
@@ -264,7 +264,7 @@ def test_compiled_nf4_is_right_if_the_last_block_of_a_row_is_shorter() -> None:
     torch.testing.assert_close(compiled(codes, scales), decoded(nf4, values, torch.float32))
 
 
-def test_layers_that_others_read_or_share_are_left_alone() -> None:
+def test_layers_whose_weights_are_shared_or_read_directly_are_not_quantised() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -322,7 +322,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
 
 @pytest.mark.parametrize("precision", NAMES)
 @pytest.mark.parametrize("recipe", [HERE, ELSEWHERE])
-def test_every_strategy_trains_alike(recipe: str, precision: str, runs: dict[str, Outcome]) -> None:
+def test_every_strategy_trains_the_same(recipe: str, precision: str, runs: dict[str, Outcome]) -> None:
     one = runs[f"{recipe} {precision} 1 rank"]
     for variant in VARIANTS:
         if (other := runs.get(f"{recipe} {precision} {variant}")) is not None:
@@ -330,7 +330,7 @@ def test_every_strategy_trains_alike(recipe: str, precision: str, runs: dict[str
             assert largest_difference(other.weights(4), one.weights(4)) < 1e-10
 
 
-def test_each_format_changes_the_run_and_none_by_much(runs: dict[str, Outcome]) -> None:
+def test_each_format_changes_the_run_slightly(runs: dict[str, Outcome]) -> None:
     exact = runs[f"{HERE} auto 1 rank"].losses()
     distances = {name: float((runs[f"{HERE} {name} 1 rank"].losses() - exact).abs().max()) for name in NAMES}
     assert 0 < max(distances["bf16"], distances["int8"]) < distances["fp8"] < distances["nf4"] < 0.1, distances
@@ -369,7 +369,7 @@ def test_a_base_precision_cannot_change_within_a_run_or_apply_to_nothing(runs: d
     assert not nothing.folder.exists()
 
 
-def test_fsdp_in_16_bits_gathers_codes_as_they_are(runs: dict[str, Outcome]) -> None:
+def test_fsdp_with_16_bit_gathers_transfers_the_codes_unchanged(runs: dict[str, Outcome]) -> None:
     exact = runs[f"{ELSEWHERE} fp8 1 rank"].losses()
     torch.testing.assert_close(runs["16 bit"].losses(), exact, rtol=2e-2, atol=0)
 
@@ -388,7 +388,9 @@ def train_without_sharded_integers(folder: str) -> tuple[float, int]:
 
 
 @SHARDS_INTEGERS
-def test_older_versions_of_torch_replicate_the_codes_and_train_alike(runs: dict[str, Outcome], tmp_path: Path) -> None:
+def test_older_versions_of_torch_replicate_the_codes_and_train_the_same(
+    runs: dict[str, Outcome], tmp_path: Path
+) -> None:
     results = run_ranks("train_without_sharded_integers", __file__, 2, {"folder": str(tmp_path / "run")})
     one = runs[f"{ELSEWHERE} nf4 1 rank"]
     whole = int((one.record / "asked.0").read_text())
@@ -396,7 +398,7 @@ def test_older_versions_of_torch_replicate_the_codes_and_train_alike(runs: dict[
         assert loss == pytest.approx(float(one.losses()[3]), rel=1e-10) and num_read > 0.9 * whole
 
 
-def test_an_export_has_plain_weights(runs: dict[str, Outcome]) -> None:
+def test_exported_weights_are_not_quantised(runs: dict[str, Outcome]) -> None:
     from recipes_for_tests import __file__ as recipes
     from unisono.engine.export import load_trained
 

@@ -57,7 +57,7 @@ def test_flags_that_contradict_each_other_are_refused_with_numbers_that_work() -
 
 
 @given(batch_size=sizes, devices=counts, accumulation=counts, wanted=st.integers(1, 2000))
-def test_the_numbers_that_an_error_suggests_work(batch_size: int, devices: int, accumulation: int, wanted: int) -> None:
+def test_the_values_that_an_error_suggests_work(batch_size: int, devices: int, accumulation: int, wanted: int) -> None:
     flags = {"batch_size": batch_size, "gradient_accumulation_steps": accumulation, "global_batch_size": wanted}
     try:
         found = plan(devices=devices, **flags)

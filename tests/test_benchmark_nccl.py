@@ -47,7 +47,7 @@ def case(nccl: Any, difference: float | BaseException, **more: Any) -> Any:
     return replace(nccl.cases.Case("row", "a row", work, expected_s=5), **more)
 
 
-def test_every_row_has_a_name_of_its_own_and_every_number_of_ranks_its_rows(nccl: Any) -> None:
+def test_every_row_has_a_unique_name_and_every_number_of_ranks_has_rows(nccl: Any) -> None:
     names = [case.name for case in nccl.cases.all_cases([2, 4, 8])]
     assert len(names) == len(set(names)) and names[:2] == ["verify-float64-ddp-2", "verify-float64-fsdp-2"]
     for number in (2, 4, 8):
@@ -77,7 +77,7 @@ def test_a_row_passes_only_within_its_tolerance(
     json.dumps(row, allow_nan=False)
 
 
-def test_what_did_not_run_is_listed_with_the_reason(nccl: Any, tmp_path: Path) -> None:
+def test_rows_that_did_not_run_are_listed_with_the_reason(nccl: Any, tmp_path: Path) -> None:
     runs, never = nccl.runs.Runs(tmp_path, "gloo", 60), AssertionError("must not be called")
     rows = [
         nccl.main.carry_out(case(nccl, never, expected_s=61), runs),
@@ -116,7 +116,7 @@ def written(folder: Path, losses: list[float], evaluated: float = 0.5) -> Path:
     return folder
 
 
-def test_losses_that_differ_are_seen(nccl: Any, tmp_path: Path) -> None:
+def test_different_losses_are_detected(nccl: Any, tmp_path: Path) -> None:
     one = written(tmp_path / "one", [3.0, math.nan, 1.0])
     assert nccl.runs.compare_steps(written(tmp_path / "same", [3.0, math.nan, 1.0]), one, 3) == 0.0
     assert nccl.runs.compare_steps(written(tmp_path / "off", [3.0, math.nan, 1.5]), one, 3) == 0.5
@@ -145,7 +145,7 @@ def test_a_run_that_did_not_use_nccl_fails(nccl: Any, tmp_path: Path) -> None:
     runs._check_nccl(tmp_path / "run", 2)
 
 
-def test_without_a_gpu_and_into_the_results_the_benchmark_refuses(tmp_path: Path) -> None:
+def test_without_a_gpu_no_measurement_starts_and_a_rehearsal_needs_its_own_output_folder(tmp_path: Path) -> None:
     for flags, why in ((["--backend", "gloo"], "need --output"), (["--output", str(tmp_path)], "there is no GPU here")):
         words = [sys.executable, "benchmarks/nccl.py", *flags]
         done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env=_environment())
@@ -160,7 +160,7 @@ def _environment() -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_a_rehearsal_over_gloo_runs_a_row_and_says_that_it_is_one(tmp_path: Path) -> None:
+def test_a_rehearsal_over_gloo_runs_a_row_and_is_labelled_as_a_rehearsal(tmp_path: Path) -> None:
     words = [sys.executable, "benchmarks/nccl.py", "--backend", "gloo", "--ranks", "2", "--quick"]
     words += ["--only", "kill-ddp,hsdp", "--output", str(tmp_path)]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env=_environment())

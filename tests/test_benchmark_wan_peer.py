@@ -48,7 +48,7 @@ def row(ms: float, peak: float = 20.0, **more: Any) -> dict[str, Any]:
     return {"failed": "", "rounds": [measured(ms, peak, **more)]}
 
 
-def test_every_variant_has_a_name_of_its_own_and_the_programs_alternate(peer: Any) -> None:
+def test_every_variant_has_a_unique_name_and_the_programs_alternate(peer: Any) -> None:
     names = [variant.name for variant in peer.variants.VARIANTS]
     assert len(names) == len(set(names))
     assert {MUSUBI, COMPILED, "14b unisono, checkpointing", "1.3b musubi, no checkpointing"} < set(names)
@@ -74,7 +74,7 @@ def test_the_rehearsal_has_fewer_blocks_to_swap(peer: Any, tmp_path: Path) -> No
     assert words[words.index("--blocks_on_host") + 1] == "2" and "24" not in words
 
 
-def test_rounds_add_up_and_a_failure_never_replaces_a_measurement(peer: Any) -> None:
+def test_rounds_accumulate_and_a_failure_never_replaces_a_measurement(peer: Any) -> None:
     add, needs = peer.main.add_round, peer.main.needs_round
     one: dict[str, Any] = {"failed": "", "rounds": []}
     assert needs(one, 1)
@@ -142,7 +142,7 @@ def test_the_loss_table_compares_formats_with_the_bf16_base(peer: Any) -> None:
     assert "mean distance of two training curves 0.50000" in text and "within 0.5000 of each other" in text
 
 
-def test_the_weights_are_those_of_wan(peer: Any, tmp_path: Path) -> None:
+def test_the_weights_have_wans_names_and_shapes(peer: Any, tmp_path: Path) -> None:
     from safetensors import safe_open
 
     sizes = {name: 0 for name in peer.variants.MODELS}
@@ -161,7 +161,7 @@ def test_the_weights_are_those_of_wan(peer: Any, tmp_path: Path) -> None:
         assert 0.5 < weights.get_tensor("blocks.0.ffn.0.weight").float().std() * 128**0.5 < 0.9
 
 
-def test_wrong_calls_are_rejected_in_one_line(tmp_path: Path) -> None:
+def test_invalid_arguments_are_rejected_in_one_line(tmp_path: Path) -> None:
     calls = {
         "need": ["--tiny"],
         "give a checkout of it": ["--musubi", str(tmp_path), "--tiny", "--output", str(tmp_path)],

@@ -175,7 +175,7 @@ STEPS = [one_step, two_micro_batches, another_order, twice_through_the_same_grap
 
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("recompute", [False, True])
-def test_losses_and_gradients_are_to_the_bit_those_without_swapping(
+def test_losses_and_gradients_equal_those_without_swapping_bit_for_bit(
     step: Callable[[Model], Tensor], recompute: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain, _ = build(recompute=recompute)
@@ -194,7 +194,7 @@ def test_losses_and_gradients_are_to_the_bit_those_without_swapping(
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_a_step_copies_each_block_once_in_forward_and_once_in_backward_but_those_at_the_turning_points(
+def test_a_step_copies_each_block_once_per_pass_and_reuses_the_blocks_at_the_turning_points(
     recompute: bool,
 ) -> None:
     for num_on_host in range(1, DEPTH + 1):
@@ -238,7 +238,7 @@ def test_the_device_holds_the_other_blocks_and_two_slots() -> None:
     assert frozen <= sizes.movable_bytes[0] <= frozen + 256 * 8, "weights begin at multiples of 256 bytes"
 
 
-def test_a_recomputed_block_still_keeps_none_of_its_activations() -> None:
+def test_a_recomputed_swapped_block_stores_no_activations() -> None:
     model, _ = build(DEPTH, recompute=True)
     one_step(model)
     assert [block.calls for block in model.blocks] == [2] * DEPTH
@@ -247,7 +247,7 @@ def test_a_recomputed_block_still_keeps_none_of_its_activations() -> None:
     assert [block.calls for block in model.blocks] == [1] * DEPTH
 
 
-def test_between_uses_weights_are_those_in_host_memory() -> None:
+def test_between_uses_a_weight_is_its_copy_in_host_memory() -> None:
     plain, _ = build()
     model, swap = build(DEPTH)
     one_step(model)
@@ -343,7 +343,7 @@ def test_hooks_do_not_accumulate_on_an_input_that_is_a_parameter() -> None:
     assert not queries._backward_hooks and queries.grad is not None
 
 
-def test_weights_that_something_else_keeps_are_never_overwritten() -> None:
+def test_weights_that_other_code_still_references_are_never_overwritten() -> None:
     """A cache, a debugger, an autograd graph without hooks: more slots are made, and every result stays right."""
     plain, _ = build()
     model, swap = build(DEPTH, kind=PoisonedSwap)
@@ -356,7 +356,7 @@ def test_weights_that_something_else_keeps_are_never_overwritten() -> None:
         assert torch.equal(weight, block.first.base.weight[1])
 
 
-def test_autograd_without_hooks_takes_memory_and_not_correctness(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_autograd_without_hooks_costs_memory_but_stays_correct(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, _ = build()
     model, swap = build(DEPTH, kind=PoisonedSwap)
     monkeypatch.setattr(swap_module, "saved_tensors_hooks", lambda *_: disable_saved_tensors_hooks("not here"))
@@ -382,7 +382,7 @@ def test_weights_that_are_used_elsewhere_too_stay_on_the_device() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", [False, True])
-def test_compiled_blocks_train_the_same_swapped_and_not(recompute: bool) -> None:
+def test_compiled_blocks_train_the_same_with_and_without_swapping(recompute: bool) -> None:
     torch._dynamo.reset()
 
     def train(num_on_host: int) -> tuple[Tensor, dict[str, Tensor], int]:
@@ -427,7 +427,7 @@ def test_blocks_on_the_host_are_evenly_spaced() -> None:
         assert len(set(numbers)) == num and (not gaps or max(gaps) - min(gaps) <= 1)
 
 
-def test_the_fewest_that_fit_are_chosen() -> None:
+def test_auto_chooses_the_fewest_blocks_that_make_the_model_fit() -> None:
     sizes = BlocksOnHost([10] * 40, 2)
     assert sizes.fewest(400).num == 0
     assert sizes.fewest(399).num == 3, "2 on the host save nothing: both are on the device too"

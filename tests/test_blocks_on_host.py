@@ -67,7 +67,7 @@ def assert_identical(run: Outcome, reference: Outcome) -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_run_with_blocks_on_the_host_is_to_the_bit_the_run_without(runs: dict[str, Outcome], name: str) -> None:
+def test_a_run_with_blocks_on_the_host_equals_the_run_without_bit_for_bit(runs: dict[str, Outcome], name: str) -> None:
     reference = runs[f"{name} 0"]
     for num in (3, BLOCKS):
         assert_identical(runs[f"{name} {num}"], reference)
@@ -86,7 +86,7 @@ def test_a_run_resumes_with_another_number_of_blocks_on_the_host(runs: dict[str,
     assert_identical(runs[f"resumed {num}"], runs["one rank 0"])
 
 
-def test_weights_are_exported_as_without(runs: dict[str, Outcome]) -> None:
+def test_exported_weights_equal_those_of_a_run_without_blocks_on_the_host(runs: dict[str, Outcome]) -> None:
     for name in ("one rank", "from elsewhere"):
         states = []
         for num in (0, BLOCKS):
@@ -108,7 +108,7 @@ def refusal(tmp_path: Path, recipe: Any = PartlyFrozen, **settings: Any) -> str:
     return str(error.value)
 
 
-def test_what_cannot_work_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_impossible_combinations_are_rejected_in_one_line(tmp_path: Path) -> None:
     assert "has 6 blocks with frozen weights; use at most 6" in refusal(tmp_path, blocks_on_host=7)
     assert "has no repeated blocks" in refusal(tmp_path, blocks_on_host=1, num_blocks=1)
     assert "not with fsdp; use fsdp_cpu_offload" in refusal(tmp_path, blocks_on_host=2, strategy="fsdp")
@@ -130,7 +130,7 @@ def test_too_little_host_memory_is_refused_before_anything_is_loaded(
     assert "blocks_on_host 6 needs 45.0 KiB of host memory, and 9.8 KiB are free" in text
 
 
-def test_auto_is_the_number_that_the_fullest_device_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_chooses_the_number_that_the_fullest_device_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     def gather(values: list[Any], mine: Any) -> None:
         values[:] = [mine, mine + 2] if isinstance(mine, int) else [mine, mine]
 
@@ -162,14 +162,14 @@ def test_compiled_blocks_on_the_host_are_recomputed_as_a_whole(monkeypatch: pyte
     assert chosen == [True, True, False, False]
 
 
-def test_the_start_says_what_is_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_banner_shows_how_much_memory_is_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for num, expected in ((2, "saves no memory: 2 of them"), (5, "wait in host memory, which saves")):
         settings = {**COMMON, "output_dir": str(tmp_path / str(num)), "gpus": "0", "max_steps": 1}
         unisono.train(PartlyFrozen, **settings, blocks_on_host=num)
         assert f"blocks_on_host {num} of 6 blocks" in (text := capsys.readouterr().err) and expected in text
 
 
-def test_a_run_that_does_not_fit_says_how_many_blocks_on_the_host_would_help(tmp_path: Path) -> None:
+def test_the_error_of_a_run_that_does_not_fit_says_how_many_blocks_on_the_host_would_help(tmp_path: Path) -> None:
     for num in (0, 4):
         with pytest.raises(UnisonoError, match=r"blocks_on_host 6 \(frees [\d.]+ KiB\)"):
             unisono.train(
@@ -184,7 +184,7 @@ def test_a_run_that_does_not_fit_says_how_many_blocks_on_the_host_would_help(tmp
 
 
 @pytest.mark.slow
-def test_verify_says_same(tmp_path: Path) -> None:
+def test_verify_finds_the_same_run(tmp_path: Path) -> None:
     recipe = f"{TESTS / 'recipes_for_tests.py'}:PartlyFrozen"
     words = ["verify", recipe, "--ranks", "1,2,3", "--blocks_on_host", "4", "--num_blocks", "6", "--steps", "3"]
     ended = unisono_command(*words, cwd=tmp_path)

@@ -75,6 +75,6 @@ def train_with_a_cache(folder: str) -> list[float]:
     return [float(found.step), found.metrics["eval/loss"]]
 
 
-def test_a_cache_with_another_length_on_each_rank_blocks_no_rank(tmp_path: Path) -> None:
+def test_a_buffer_whose_length_differs_between_ranks_blocks_no_rank(tmp_path: Path) -> None:
     first, second = run_ranks("train_with_a_cache", __file__, 2, {"folder": str(tmp_path / "run")}, timeout_s=60.0)
     assert first == second and first[0] == 4

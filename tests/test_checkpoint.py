@@ -196,7 +196,7 @@ def expected() -> dict[str, torch.Tensor]:
     return {name: tensor.detach() for name, tensor in trained(1)[1].items()}
 
 
-def test_sharded_state_of_two_ranks_loads_on_one_and_on_three(ranks: Ranks) -> None:
+def test_state_sharded_over_two_ranks_loads_on_one_and_on_three(ranks: Ranks) -> None:
     path = ranks.folder / "sharded" / "step_00001000"
     saved = [results["sharded"] for results in ranks.two]
     assert saved[1]["smallest"] == 0, "the case of an empty shard is not tested"
@@ -216,7 +216,7 @@ def test_sharded_state_of_two_ranks_loads_on_one_and_on_three(ranks: Ranks) -> N
         assert_equal({name: torch.tensor(values) for name, values in results["sharded"].items()}, expected())
 
 
-def test_plain_state_of_one_process_loads_into_the_shards_of_two(ranks: Ranks) -> None:
+def test_unsharded_state_of_one_process_loads_into_the_shards_of_two(ranks: Ranks) -> None:
     for results in ranks.two:
         assert_equal({n: torch.tensor(values) for n, values in results["plain into shards"].items()}, expected())
 
@@ -230,7 +230,7 @@ def test_replicated_state_of_every_kind_is_copied_and_written_once(ranks: Ranks)
     assert_equal(back, every_kind())
 
 
-def test_a_rank_that_cannot_write_fails_the_save_on_all_ranks_and_nothing_else(ranks: Ranks) -> None:
+def test_if_one_rank_cannot_write_the_save_fails_on_all_ranks_and_training_continues(ranks: Ranks) -> None:
     for good, failed, after in (results["full disk"] for results in ranks.two):
         assert good["error"] is None and after["error"] is None
         assert failed["path"] is None and "rank 1" in failed["error"] and "File too large" in failed["error"]
@@ -238,7 +238,7 @@ def test_a_rank_that_cannot_write_fails_the_save_on_all_ranks_and_nothing_else(r
     assert validate(ranks.folder / "full disk" / "step_00000003") is None
 
 
-def test_a_rank_whose_copy_fails_or_differs_does_not_leave_the_others_waiting(ranks: Ranks) -> None:
+def test_no_rank_waits_for_one_whose_copy_fails_or_differs(ranks: Ranks) -> None:
     for failed, differing, after in (results["failing copy"] for results in ranks.two):
         assert "rank 1: copying to host memory failed" in failed["error"]
         assert "same names, shapes" in differing["error"]
@@ -246,7 +246,7 @@ def test_a_rank_whose_copy_fails_or_differs_does_not_leave_the_others_waiting(ra
     assert [path.name for path in (ranks.folder / "failing copy").iterdir()] == ["step_00000003"]
 
 
-def test_a_rank_that_cannot_load_stops_all(ranks: Ranks) -> None:
+def test_if_one_rank_cannot_load_all_ranks_stop(ranks: Ranks) -> None:
     for results in ranks.two:
         assert "rank 1" in results["bad target"]
         assert "'model.0.bias' is [7] in the checkpoint and [8] in this run" in results["bad target"]
@@ -501,7 +501,7 @@ def test_a_state_without_tensors_is_saved_and_found(tmp_path: Path) -> None:
     load(found, {}, group=None, world=1)
 
 
-def test_a_thousand_ranks_write_their_files_without_each_other(tmp_path: Path) -> None:
+def test_a_thousand_ranks_write_their_files_independently(tmp_path: Path) -> None:
     """One process plays them one after the other: a collective would have nobody to wait for, and fail here."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard

@@ -132,7 +132,7 @@ def test_a_named_checkpoint_that_is_bad_is_refused(tmp_path: Path, whole: Path) 
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000003"]
 
 
-def test_renamed_checkpoints_are_bad_or_later_and_never_overwritten(tmp_path: Path) -> None:
+def test_only_bad_or_later_checkpoints_are_renamed_and_none_is_overwritten(tmp_path: Path) -> None:
     _, _, good, bad, _ = save(tmp_path, 1, 2, 3, 4, 5)
     shard = next(bad.glob("*.safetensors"))
     shard.write_bytes(shard.read_bytes()[:-1] + b"\x01")
@@ -188,7 +188,7 @@ def test_another_run_of_the_same_recipe_is_recognised_and_old_checkpoints_stay_l
     assert validate(old, identity=IDENTITY) is None
 
 
-def test_a_run_keeps_its_id_and_a_lost_run_json_does_not_cost_its_checkpoints(tmp_path: Path) -> None:
+def test_a_run_keeps_its_id_and_its_checkpoints_survive_a_lost_run_json(tmp_path: Path) -> None:
     run = tmp_path / "run"
     train(run, max_steps=2)
     first = json.loads((run / "run.json").read_text())["id"]
@@ -477,7 +477,7 @@ def plant(file: Path, mark: Path) -> None:
     file.write_bytes(pickle.dumps(Bomb(mark)))
 
 
-def test_the_bomb_works(tmp_path: Path) -> None:
+def test_the_malicious_pickle_executes_code_when_unpickled(tmp_path: Path) -> None:
     plant(tmp_path / "bomb", tmp_path / "exploded")
     pickle.loads((tmp_path / "bomb").read_bytes())  # the only place that unpickles anything
     assert (tmp_path / "exploded").exists()
@@ -676,7 +676,7 @@ def test_a_checkpoint_folder_that_cannot_be_written_is_detected_before_the_first
 
 
 @needs_mounts
-def test_a_disk_that_fills_up_costs_saves_and_nothing_else(
+def test_a_full_disk_makes_saves_fail_but_training_continues(
     tmp_path: Path, whole: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
@@ -710,7 +710,7 @@ def test_an_injected_full_disk_fails_one_save_and_the_run_continues(tmp_path: Pa
     assert same(weights(run, 6), weights(whole, 6))
 
 
-def test_faults_of_a_save_happen_in_its_order(tmp_path: Path) -> None:
+def test_injected_faults_of_a_save_happen_in_the_order_of_its_phases(tmp_path: Path) -> None:
     passed: list[tuple[str, int, Path | None]] = []
 
     class Spy(Injector):

@@ -62,7 +62,7 @@ def test_train_help_with_a_recipe_adds_its_fields_and_its_defaults(tmp_path: Pat
     assert "--batch_size int (default: 4, set by the recipe)" in text
 
 
-def test_a_printed_config_is_a_config_that_prints_the_same(tmp_path: Path) -> None:
+def test_a_printed_config_can_be_loaded_and_prints_the_same(tmp_path: Path) -> None:
     first = unisono(
         *("train", TINY, "--print_config", "--slope", -1.5, "--seed", 9, "--lr_schedule", "cosine", "--no-shuffle"),
         cwd=tmp_path,
@@ -291,7 +291,7 @@ def test_a_changed_setting_is_printed_and_recorded(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize("words", ["--help", "gpus", "verify --help", "doctor --help"])
-def test_a_full_stdout_is_one_line_and_an_exit_code(words: str, unbuffered: str) -> None:
+def test_a_full_stdout_ends_the_command_with_one_line_and_an_exit_code(words: str, unbuffered: str) -> None:
     run = [sys.executable, "-m", "unisono", *words.split()]
     with open("/dev/full", "w") as full:
         more = environment(PYTHONUNBUFFERED=unbuffered)

@@ -177,7 +177,7 @@ def test_a_variable_frame_rate_keeps_the_times_of_frames(tmp_path: Path) -> None
     assert found.flash == pytest.approx(3.0, abs=1e-3) and found.beep == pytest.approx(3.0, abs=0.004)
 
 
-def test_videos_of_phones_are_rotated_upright(tmp_path: Path) -> None:
+def test_phone_videos_are_rotated_upright(tmp_path: Path) -> None:
     video = made(tmp_path / "turned.mp4", rotate=90, seconds=3)
     whole = seen(video)
     assert whole.size == (160, 90)
@@ -206,7 +206,7 @@ def test_codecs_that_mp4_cannot_contain_are_re_encoded_or_rejected_in_one_line(t
     )
 
 
-def test_odd_sizes_and_ends_after_the_video_are_cut(tmp_path: Path) -> None:
+def test_odd_sizes_and_clips_that_end_after_the_video_can_be_cut(tmp_path: Path) -> None:
     video = made(tmp_path / "odd.mkv", size=(161, 91), seconds=3, codecs=("ffv1", "aac"))
     found = seen(cut(video, Moment(2.0, 9.0, 1), tmp_path / "a.mp4", exact=True).path)
     assert found.size == (90, 160) and found.duration == pytest.approx(1.0, abs=1 / FPS)

@@ -59,7 +59,7 @@ def content(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-def test_arrays_are_those_of_the_clips_and_memory_mapped(tmp_path: Path, films: list[Video]) -> None:
+def test_stored_arrays_match_the_clips_and_are_memory_mapped(tmp_path: Path, films: list[Video]) -> None:
     for each in filled(tmp_path, films).open():
         wanted = list(clips(each.source.video, 2.0, 8, (32, 32), 16_000))
         frames, mel, numbers = (each.array(name) for name in ("frames", "mel", "stats"))
@@ -86,7 +86,9 @@ def test_videos_without_sound_work_and_are_reported_once(tmp_path: Path, films: 
     assert extraction.remarks == ["1 of 4 videos have no sound: 0.mp4"]
 
 
-def test_any_number_of_processes_and_threads_writes_the_same_bytes(tmp_path: Path, films: list[Video]) -> None:
+def test_the_number_of_processes_and_threads_does_not_change_the_written_bytes(
+    tmp_path: Path, films: list[Video]
+) -> None:
     filled(tmp_path / "one", films)
     filled(tmp_path / "threads", films, workers=3)
     for part in range(3):
@@ -95,7 +97,7 @@ def test_any_number_of_processes_and_threads_writes_the_same_bytes(tmp_path: Pat
     assert content(tmp_path / "one") == content(tmp_path / "threads") == content(tmp_path / "three")
 
 
-def test_a_run_in_64_bit_extracts_the_same(tmp_path: Path, films: list[Video]) -> None:
+def test_a_float64_run_extracts_the_same_features(tmp_path: Path, films: list[Video]) -> None:
     filled(tmp_path / "one", films)
     torch.set_default_dtype(torch.float64)  # as `unisono verify` does
     try:
@@ -176,7 +178,7 @@ def test_a_killed_process_leaves_only_complete_videos_and_the_next_one_continues
     assert content(cache) == content(tmp_path / "whole")
 
 
-def test_a_run_that_is_asked_to_stop_stops_between_two_blocks(tmp_path: Path, films: list[Video]) -> None:
+def test_a_stop_request_takes_effect_between_two_blocks(tmp_path: Path, films: list[Video]) -> None:
     asked = iter([False] * 5 + [True] * 1000)
     Extraction(tmp_path, films, SETTINGS).fill(Work(tmp_path, _asked_to_stop=lambda: next(asked)))
     assert len(list(tmp_path.glob("*/facts.json"))) == 2

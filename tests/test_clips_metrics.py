@@ -149,7 +149,7 @@ def written(path: Path, lines: list[Any]) -> str:
     return str(path)
 
 
-def test_qvhighlights_by_hand() -> None:
+def test_qvhighlights_metrics_match_a_hand_calculation() -> None:
     # Five clips, three annotators: the first marks clip 1, the second 1 and 2, the third none.
     saliency = np.array([[0, 0, 0], [4, 4, 3], [2, 4, 0], [0, 0, 0], [0, 0, 0]], float)
     scores = [0.1, 0.5, 0.3, 0.9, 0.2]  # order: 3 1 2 4 0
@@ -181,7 +181,7 @@ def windows(*rows: tuple[float, ...]) -> np.ndarray:
     return np.array(rows, float).reshape(len(rows), -1)
 
 
-def test_moment_retrieval_by_hand() -> None:
+def test_moment_retrieval_metrics_match_a_hand_calculation() -> None:
     marked = {"a": windows((0, 10), (20, 60)), "b": windows((100, 140))}
     said = {
         # 20 to 50 is 30 of 40 seconds: IoU 0.75; 0 to 10 is exact; 50 to 60 is 10 of 40.

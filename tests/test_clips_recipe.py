@@ -64,7 +64,7 @@ def runs(root: Path) -> dict[str, Outcome]:
     return found
 
 
-def test_it_learns_what_no_statistic_reveals(runs: dict[str, Outcome]) -> None:
+def test_the_model_learns_what_no_statistic_reveals(runs: dict[str, Outcome]) -> None:
     last = runs["one"].evaluations()[-1]
     assert last["eval/mAP"] >= 0.95
     for scorer in ("random", "centre", "earliest", "frame_difference", "loudness"):

@@ -39,7 +39,7 @@ def test_the_cache_is_in_the_users_cache_folder_and_says_what_it_is_for(tmp_path
     assert use_compile_cache() == folder, "not a folder inside of the folder"
 
 
-def test_other_attention_kernels_or_optimizations_have_another_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_choice_of_attention_kernels_and_optimizations_has_its_own_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     folders = {use_compile_cache()}
     torch.backends.cuda.enable_flash_sdp(False)
     folders.add(use_compile_cache())
@@ -53,9 +53,7 @@ def test_other_attention_kernels_or_optimizations_have_another_folder(monkeypatc
     assert len(folders) == 3
 
 
-def test_a_folder_that_the_user_has_set_is_used_and_torchs_own_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_set_by_the_user_replaces_torchs_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     monkeypatch.setenv(VARIABLE, str(tmp_path / "mine"))
@@ -64,7 +62,7 @@ def test_a_folder_that_the_user_has_set_is_used_and_torchs_own_is_not(
     assert use_compile_cache().parent == tmp_path / "unisono" / "compile"
 
 
-def test_without_a_folder_to_write_to_torchs_own_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_if_no_folder_is_writable_torchs_default_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert "torchinductor_" in str(use_compile_cache())

@@ -220,7 +220,7 @@ def test_json_files_are_read_like_yaml_files(tmp_path: Path) -> None:
     assert [values[name] for name in names] == [4, (1.0, 0.5), None, True, {"a": [1, 2.5]}]
 
 
-def test_false_means_no_where_no_is_a_choice() -> None:
+def test_false_is_read_as_no_where_no_is_a_choice() -> None:
     assert resolve(BOTH, overrides={"mixed_precision": False}).values["mixed_precision"] == "no"
 
 
@@ -403,7 +403,7 @@ class Child(Optics):
     """f-number."""
 
 
-def test_documentation_is_the_text_under_the_field_also_when_inherited() -> None:
+def test_the_documentation_of_a_field_is_the_text_below_it_even_if_inherited() -> None:
     assert {f.name: f.doc for f in fields_of(Child)} == {"focal_length": "Millimetres.", "aperture": "f-number."}
     docs = {f.name: (f.doc, f.group) for f in fields_of(MyRecipe.Config)}
     assert docs["width"] == ("Width of the picture,\nin pixels.", "MyRecipe")
@@ -524,14 +524,14 @@ def test_printed_settings_load_again_and_name_their_sources(tmp_path: Path) -> N
     assert from_file(tmp_path, printed) == resolved.values
 
 
-def test_not_a_number_survives_both_ways(tmp_path: Path) -> None:
+def test_nan_survives_writing_and_reading(tmp_path: Path) -> None:
     resolved = resolve(BOTH, flags=["--ratio", "nan"])
     stored = json.dumps(resolved.to_json(), allow_nan=False)
     assert math.isnan(Resolved.from_json(BOTH, json.loads(stored)).values["ratio"])
     assert math.isnan(from_file(tmp_path, as_yaml(resolved))["ratio"])
 
 
-def test_stored_configs_of_other_versions() -> None:
+def test_stored_configs_of_other_versions_can_be_read() -> None:
     stored = resolve(BOTH, flags=["--seed", "7"]).to_json()
     del stored["values"]["batch_size"]
     again = Resolved.from_json(BOTH, stored)

@@ -115,7 +115,7 @@ def test_an_include_is_found_in_the_files_folder_or_above(write: Any, monkeypatc
     assert values(place)["width"] == 7
 
 
-def test_the_nearest_of_two_includes_is_used(write: Any) -> None:
+def test_of_two_matching_includes_the_nearest_is_used(write: Any) -> None:
     write("base.yaml", "width: 1\n")
     write("config/base.yaml", "width: 2\n")
     assert values(write("config/top.yaml", "include: base.yaml\n"))["width"] == 2

@@ -130,7 +130,7 @@ def compare_gradients() -> list[float]:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
-def test_gradients_are_those_of_one_rank_for_any_heads_and_tokens(ranks: int) -> None:
+def test_gradients_equal_those_of_one_rank_for_any_number_of_heads_and_tokens(ranks: int) -> None:
     """Each number of ranks exchanges heads in some cases, and gathers keys and values in others."""
     for differences in run_ranks("compare_gradients", __file__, ranks):
         assert max(differences) < 1e-12, dict(zip(CASES, differences, strict=True))
@@ -216,7 +216,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
 
 
 @pytest.mark.parametrize("name", ["2 x 2", "2 x 2 fsdp", "1 x 3", "to one", "from one"])
-def test_ranks_that_carry_a_sample_together_train_like_one(name: str, runs: dict[str, Outcome]) -> None:
+def test_ranks_that_share_a_sample_train_like_one(name: str, runs: dict[str, Outcome]) -> None:
     one, other = runs["one"], runs[name]
     assert "error" not in other.main, other.main
     assert largest_difference(one.weights(), other.weights()) < EXACT
@@ -226,7 +226,7 @@ def test_ranks_that_carry_a_sample_together_train_like_one(name: str, runs: dict
             assert line[key] == pytest.approx(expected[key], rel=EXACT), (key, line)
 
 
-def test_what_ranks_do_together_counts_once(runs: dict[str, Outcome]) -> None:
+def test_work_that_ranks_share_is_counted_once(runs: dict[str, Outcome]) -> None:
     counted = runs["counted"]
     assert "error" not in counted.main, counted.main
     assert counted.evaluations()[-1]["eval/number"] == 5  # of 8 samples, 3 are damaged
@@ -278,7 +278,9 @@ def test_ranks_that_cannot_be_grouped_are_refused_with_numbers_that_work(runs: d
         (RECIPE, "--nproc 2 --context_parallel 2 --cuda_graph", "cannot be recorded; remove cuda_graph"),
     ],
 )
-def test_what_cannot_be_divided_is_refused_in_one_line(recipe: str, flags: str, expected: str, tmp_path: Path) -> None:
+def test_models_that_cannot_be_split_along_the_sequence_are_rejected_in_one_line(
+    recipe: str, flags: str, expected: str, tmp_path: Path
+) -> None:
     path = recipe if recipe is RECIPE else str(Path(__file__).parent / recipe)
     refused = command("train", path, *flags.split(), "--gpus", "0", "--output_dir", "run", cwd=tmp_path)
     assert refused.code == 2, refused.err

@@ -120,7 +120,7 @@ def test_out_of_memory_is_recovered_with_smaller_micro_batches(runs: dict[str, O
     assert len(runs["out of memory"].events("oom")) == len(runs["out of memory later"].events("oom")) == 1
 
 
-def test_a_step_that_is_not_finite_is_skipped(runs: dict[str, Outcome]) -> None:
+def test_a_non_finite_step_is_skipped(runs: dict[str, Outcome]) -> None:
     skipped = [line["skipped"] for line in runs["not a number"].steps()]
     assert skipped == [0, 1, 1, 1, 1]  # so far
 
@@ -138,7 +138,9 @@ def test_unreadable_samples_are_not_compared_with_others(runs: dict[str, Outcome
 
 
 @pytest.mark.parametrize("name", [*BY_ROWS, "by rows, no room"])
-def test_ranks_that_share_the_comparison_train_like_one_that_does_it_whole(name: str, runs: dict[str, Outcome]) -> None:
+def test_ranks_that_share_the_comparison_train_like_one_rank_that_does_all_of_it(
+    name: str, runs: dict[str, Outcome]
+) -> None:
     whole, shared = runs[ONE], runs[name]
     assert shared.main.get("status") == "done", shared.main
     torch.testing.assert_close(shared.losses(), whole.losses(), rtol=0, atol=1e-10)
@@ -161,20 +163,20 @@ def test_a_rank_compares_its_share_of_the_rows_one_micro_batch_at_a_time(name: s
     assert largest == BATCH * -(-BATCH // (ranks * parts))
 
 
-def test_out_of_memory_in_a_comparison_makes_its_ranges_smaller(runs: dict[str, Outcome]) -> None:
+def test_running_out_of_memory_in_a_comparison_makes_its_ranges_smaller(runs: dict[str, Outcome]) -> None:
     assert len(runs["by rows, no room"].events("oom")) == 1
     anchors = (runs["by rows, no room"].record / "anchors.1").read_text().splitlines()
     assert [len(json.loads(line)) for line in anchors[:3]] == [7, 3, 4]
 
 
-def test_what_happens_to_a_shared_comparison_is_what_happens_to_a_whole_one(runs: dict[str, Outcome]) -> None:
+def test_faults_have_the_same_effect_on_a_shared_comparison_as_on_a_whole_one(runs: dict[str, Outcome]) -> None:
     assert [line["skipped"] for line in runs["by rows, not a number"].steps()] == [0, 1, 1, 1, 1]
     for name, whole in {"by rows, torn": "torn 1", "by rows, few samples": "few samples on one"}.items():
         torch.testing.assert_close(runs[name].losses(), runs[whole].losses(), rtol=0, atol=1e-10)
         assert largest_difference(runs[whole].weights(), runs[name].weights()) < 1e-10
 
 
-def test_the_last_class_decides_which_of_both_methods_is_called() -> None:
+def test_the_most_derived_class_decides_which_of_the_two_methods_is_called() -> None:
     """A class that overrides couple() of a recipe with couple_rows() would be ignored otherwise."""
     assert PairsByRows(PairsByRows.Config()).couples_by_rows
     assert not CouplesWhole(PairsByRows.Config()).couples_by_rows
@@ -206,7 +208,7 @@ class AsGiven(Pairs):
         return super().couple(rows)
 
 
-def test_out_of_memory_while_rows_are_exchanged_is_not_hidden() -> None:
+def test_running_out_of_memory_while_exchanging_rows_is_reported() -> None:
     """The other ranks wait for this rank's rows; continuing to the next agreement would leave them waiting."""
     gradient = CoupledGradientAccumulator.__new__(CoupledGradientAccumulator)
 
@@ -226,7 +228,7 @@ def test_dropout_is_the_same_in_both_passes(runs: dict[str, Outcome]) -> None:
     assert (once.losses() - runs[ONE].losses()).abs().max() > 1e-3
 
 
-def test_a_rank_without_samples_joins_in(runs: dict[str, Outcome]) -> None:
+def test_a_rank_without_samples_joins_the_collectives(runs: dict[str, Outcome]) -> None:
     few, one = runs["few samples"], runs["few samples on one"]
     assert few.main.get("status") == "done", few.main
     torch.testing.assert_close(few.losses(), one.losses(), rtol=0, atol=1e-10)
@@ -321,7 +323,7 @@ def test_embed_and_couple_must_be_defined_together(tmp_path: Path) -> None:
         unisono.train(WithoutEmbed, max_steps=1, gpus="0", output_dir=str(tmp_path / "run"))
 
 
-def test_couple_rows_alone_is_enough_and_its_parameters_are_checked() -> None:
+def test_defining_only_couple_rows_is_enough_and_its_parameters_are_checked() -> None:
     class OnlyRows(Sentences):
         embed, couple_rows = Pairs.embed, PairsByRows.couple_rows
 

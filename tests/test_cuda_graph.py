@@ -109,7 +109,7 @@ def same_bits(one: Outcome, other: Outcome) -> None:
 
 @on_a_gpu
 @pytest.mark.parametrize("name", WAYS)
-def test_a_recorded_run_is_the_same_run_bit_by_bit(name: str, runs: dict[str, Outcome]) -> None:
+def test_a_recorded_run_is_the_same_run_bit_for_bit(name: str, runs: dict[str, Outcome]) -> None:
     same_bits(runs[f"{name}, recorded"], runs[name])
     for outcome in runs[name].by_rank:
         assert outcome["replays"] == 0

@@ -172,7 +172,7 @@ def evaluations(folder: Path, step: int) -> list[dict[str, Any]]:
     return found  # type: ignore[no-any-return]
 
 
-def test_after_a_resume_a_recipe_has_the_earlier_evaluations_once_each(tmp_path: Path) -> None:
+def test_after_a_resume_the_recipe_sees_each_earlier_evaluation_once(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     settings = RUN | {"eval_every": 2, "save_every": 1, "preview_every": 0, "output_dir": str(folder)}
     settings |= {"max_steps": 5, "keep_last": 0}
@@ -194,7 +194,7 @@ def test_after_a_resume_a_recipe_has_the_earlier_evaluations_once_each(tmp_path:
     assert [one["step"] for one in evaluations(tmp_path / "new", 5)] == [2, 4, 5]
 
 
-def test_a_finished_run_that_is_started_again_holds_its_last_evaluation_once(tmp_path: Path) -> None:
+def test_restarting_a_finished_run_does_not_repeat_its_last_evaluation(tmp_path: Path) -> None:
     settings = RUN | {"eval_every": 2, "max_steps": 4, "output_dir": str(tmp_path / "run")}
     for _ in range(2):
         unisono.train(Curves, **settings)  # type: ignore[arg-type]
@@ -213,7 +213,7 @@ class Fails(Curves):
         return super().evaluate(model, batch, noise)
 
 
-def test_an_evaluation_that_is_due_is_done_once(tmp_path: Path) -> None:
+def test_an_evaluation_that_failed_runs_once_after_the_restart(tmp_path: Path) -> None:
     settings = RUN | {"eval_every": 2, "save_every": 2, "max_steps": 6, "output_dir": str(tmp_path / "run")}
     settings |= {"record": str(tmp_path / "failed"), "async_save": False}
     with pytest.raises(TrainingFailed, match="not today"):
@@ -229,7 +229,7 @@ def logged(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_step_0_is_evaluated_once_whatever_happens_later(tmp_path: Path) -> None:
+def test_step_0_is_evaluated_once_even_after_restarts(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     class Learning(Curves):

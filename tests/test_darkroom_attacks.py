@@ -58,7 +58,7 @@ EVALUATE = TESTS.parent / "examples/darkroom/evaluate.py"
         ({"traj_dir": "a" * 5000}, "is not a valid path"),
     ],
 )
-def test_absurd_numbers_are_rejected_before_anything_is_written(
+def test_extreme_values_are_rejected_before_anything_is_written(
     bad: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
     with pytest.raises(UnisonoError) as caught:

@@ -55,7 +55,7 @@ def test_a_token_never_sees_the_future_and_always_the_past(separators: bool) -> 
 
 
 @pytest.mark.parametrize("column", Tokens._fields)
-def test_every_part_of_the_first_token_reaches_the_last_one(column: str) -> None:
+def test_every_part_of_the_first_token_influences_the_last_one(column: str) -> None:
     model, tokens = reader(separators=True), some_tokens(1, separators=True)
     changed = getattr(tokens, column).clone()
     changed[:, 0] = (changed[:, 0] + 1) % 2

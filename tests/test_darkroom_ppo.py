@@ -29,7 +29,7 @@ def returns(lived: Histories) -> Tensor:
 
 
 @pytest.mark.parametrize(("shared", "settings"), [(False, {}), (True, {"minibatch": 160, "n_epochs": 10, "lr": 2e-3})])
-def test_learners_improve_and_beat_chance(shared: bool, settings: dict[str, Any]) -> None:
+def test_learners_improve_and_beat_a_random_policy(shared: bool, settings: dict[str, Any]) -> None:
     gained = returns(histories([CORNER, NEAR, FAR], num_streams=16, num_steps=600, shared=shared, **settings))
     first, last = gained[..., :3].mean(dim=(1, 2)), gained[..., -5:].mean(dim=(1, 2))
     chance = ROOM.horizon / ROOM.num_cells

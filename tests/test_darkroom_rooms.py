@@ -175,7 +175,7 @@ def test_key_and_door_on_one_cell_take_two_steps() -> None:
     assert rewards == [1, 1, 0, 0]
 
 
-def test_validation_tasks_are_taken_from_the_seen_ones() -> None:
+def test_validation_tasks_are_taken_from_the_training_tasks() -> None:
     split = split_tasks(81, seed=3, train_ratio=0.9, num_validation=8)
     assert (len(split.train), len(split.validation), len(split.unseen)) == (65, 8, 8)
     assert sorted(split.train + split.validation + split.unseen) == list(range(81))

@@ -142,7 +142,7 @@ def test_zero_uses_the_cpu_silently_and_a_missing_gpu_uses_it_with_a_note() -> N
         ("1,1,2", [1]),
     ],
 )
-def test_masks_are_read_as_cuda_reads_them(mask: str | None, indices: list[int]) -> None:
+def test_cuda_visible_devices_is_read_as_cuda_reads_it(mask: str | None, indices: list[int]) -> None:
     assert [each.index for each in apply_mask(mask, FOUR)] == indices
 
 

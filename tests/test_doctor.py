@@ -152,7 +152,7 @@ def test_help_of_both_commands_does_not_import_torch() -> None:
         assert f"unisono {module}" in done.stdout and "--json" in done.stdout
 
 
-def test_gpus_without_a_gpu_says_what_to_check(
+def test_the_gpus_command_says_what_to_check_if_there_is_no_gpu(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpus, "visible_gpus", list)
@@ -163,7 +163,9 @@ def test_gpus_without_a_gpu_says_what_to_check(
     assert gpus.main([]) == 0 and "CUDA_VISIBLE_DEVICES='-1' hides all 1" in capsys.readouterr().out
 
 
-def test_gpus_marks_what_auto_would_take(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gpus_command_marks_the_gpus_that_auto_would_take(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     busy = replace(H200, index=1, uuid="GPU-1bbb", free_bytes=10**9)
     monkeypatch.setattr(gpus, "visible_gpus", lambda: [H200, busy])
     monkeypatch.setenv("COLUMNS", "160")

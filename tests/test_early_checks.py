@@ -41,7 +41,7 @@ def test_print_config_rejects_what_training_would_reject(
 
 
 @pytest.mark.parametrize("flags", WRONG)
-def test_training_refuses_it_before_anything_is_prepared(
+def test_training_rejects_invalid_settings_before_anything_is_prepared(
     flags: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def prepared(recipe: object, work: Work) -> None:
@@ -126,7 +126,7 @@ def test_a_best_metric_unlike_all_others_gets_no_suggestion(name: str, guess: st
     assert str(caught.value).endswith(f"did you mean {guess}?" if guess else "(eval/accuracy, eval/colour, eval/loss)")
 
 
-def test_a_best_metric_may_count_no_items_in_some_steps(few_settings: dict[str, object]) -> None:
+def test_a_best_metric_may_have_a_count_of_zero_in_some_steps(few_settings: dict[str, object]) -> None:
     settings = few_settings | {"max_steps": 5, "eval_every": 3}
     assert train(NowAndThen, best_metric="eval/accuracy", best_mode="max", **settings).metrics["eval/accuracy"] == 1.0
 

@@ -50,7 +50,7 @@ def without(environ: dict[str, str], *names: str) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name not in names}
 
 
-def test_torchrun_variables_give_the_world() -> None:
+def test_torchruns_variables_define_rank_and_world_size() -> None:
     world = detect(TORCHRUN)
     assert (world.launcher, world.rank, world.size, world.local_rank, world.local_size) == ("torchrun", 5, 8, 1, 4)
     assert (world.node, world.num_nodes, world.restart_count) == (1, 2, 2)
@@ -70,7 +70,7 @@ def test_torchrun_inside_slurm_is_torchrun() -> None:
     assert detect({**SLURM, **TORCHRUN}).launcher == "torchrun"
 
 
-def test_one_process_needs_no_more_than_rank_and_world_size() -> None:
+def test_one_process_needs_only_rank_and_world_size() -> None:
     world = detect({"RANK": "0", "WORLD_SIZE": "1"})
     assert (world.launcher, world.size, world.local_size, world.num_nodes, world.is_main) == ("torchrun", 1, 1, 1, True)
 
@@ -87,31 +87,31 @@ def test_a_slurm_step_uses_its_first_host_and_a_port_from_the_job_id() -> None:
 
 
 @pytest.mark.parametrize("step", [None, "4294967291", "4294967290", "batch"])
-def test_an_allocation_without_a_step_is_plain(step: str | None) -> None:
+def test_a_slurm_allocation_without_a_step_counts_as_no_launcher(step: str | None) -> None:
     environ = without(SLURM, "SLURM_STEP_ID") if step is None else {**SLURM, "SLURM_STEP_ID": step}
     world = detect(environ)
     assert (world.launcher, world.rank, world.size) == ("plain", 0, 1)
     assert "SLURM_JOB_ID=1234567" in world.describe() and "srun" in world.describe()
 
 
-def test_a_step_of_one_task_is_plain_and_may_start_its_own_ranks() -> None:
+def test_a_slurm_step_of_one_task_counts_as_no_launcher_and_may_start_its_own_ranks() -> None:
     assert detect({**SLURM, "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}).launcher == "plain"
 
 
-def test_world_size_alone_is_harmless_in_a_step_only_when_it_agrees() -> None:
+def test_in_a_slurm_step_world_size_alone_must_match_the_number_of_tasks() -> None:
     assert detect({**SLURM, "WORLD_SIZE": "5"}).launcher == "slurm"
     with pytest.raises(UserError, match=r"WORLD_SIZE=8, but slurm set 5"):
         detect({**SLURM, "WORLD_SIZE": "8"})
 
 
-def test_slurm_goes_before_pmi_but_mpirun_inside_slurm_is_mpi() -> None:
+def test_slurm_takes_precedence_over_pmi_but_mpirun_inside_slurm_is_mpi() -> None:
     assert detect({**SLURM, "PMI_RANK": "4", "PMI_SIZE": "5"}).launcher == "slurm"
     # Two ranks of one daemon that srun started: SLURM_PROCID belongs to the daemon.
     ranks = [detect({**SLURM, **OPEN_MPI, "OMPI_COMM_WORLD_RANK": str(rank)}).rank for rank in (0, 1)]
     assert ranks == [0, 1]
 
 
-def test_mpi_on_one_machine_needs_no_address_and_on_two_asks_for_it() -> None:
+def test_mpi_needs_an_address_only_on_several_machines() -> None:
     world = detect({**OPEN_MPI, "PMIX_NAMESPACE": "job-17"})
     assert (world.launcher, world.rank, world.size, world.local_rank, world.num_nodes) == ("mpi", 1, 2, 1, 1)
     assert world.master_addr == "127.0.0.1"
@@ -123,7 +123,7 @@ def test_mpi_on_one_machine_needs_no_address_and_on_two_asks_for_it() -> None:
     assert (two.rank, two.node, two.num_nodes, two.master_addr) == (3, 1, 2, "first")
 
 
-def test_nothing_set_is_plain() -> None:
+def test_without_variables_there_is_no_launcher() -> None:
     world = detect({})
     assert world == World(launcher="plain")
     assert world.is_main and "no launcher variables" in world.describe()
@@ -166,12 +166,12 @@ def test_bad_variables_are_refused_in_one_line_that_names_them(environ: dict[str
         ("rack[1-2]n[1,3].site", ["rack1n1.site", "rack1n3.site", "rack2n1.site", "rack2n3.site"]),
     ],
 )
-def test_node_lists_expand(nodelist: str, hosts: list[str]) -> None:
+def test_slurm_node_lists_are_expanded(nodelist: str, hosts: list[str]) -> None:
     assert expand_hosts(nodelist) == hosts
 
 
 @given(first=st.integers(0, 9999), count=st.integers(1, 50), width=st.integers(1, 6))
-def test_a_range_names_each_host_once_with_its_zeros(first: int, count: int, width: int) -> None:
+def test_a_range_of_hosts_keeps_leading_zeros(first: int, count: int, width: int) -> None:
     hosts = [f"n{number:0{width}d}" for number in range(first, first + count)]
     assert expand_hosts(f"n[{hosts[0][1:]}-{hosts[-1][1:]}]") == hosts
 
@@ -197,7 +197,7 @@ def started_by_accelerate(folder: Path, *flags: str) -> list[dict[str, object]]:
     return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
 
 
-def test_accelerate_launch_with_ranks_is_read_for_real(tmp_path: Path) -> None:
+def test_the_real_accelerate_launch_with_ranks_is_recognised(tmp_path: Path) -> None:
     # Each test process has its own port, so that parallel tests do not collide.
     port = str(20000 + os.getpid() % 10000)
     worlds = started_by_accelerate(
@@ -211,7 +211,7 @@ def test_accelerate_launch_with_ranks_is_read_for_real(tmp_path: Path) -> None:
     assert not any(w["torch"] for w in worlds), "knowing who one is must not cost a torch import"
 
 
-def test_accelerate_launch_without_ranks_is_plain_and_says_so(tmp_path: Path) -> None:
+def test_accelerate_launch_without_ranks_counts_as_no_launcher_with_a_note(tmp_path: Path) -> None:
     (world,) = started_by_accelerate(tmp_path, "--cpu", "--num_processes", "2", "--mixed_precision", "bf16")
     assert (world["launcher"], world["size"], world["mixed_precision"]) == ("plain", 1, "bf16")
     assert "started by accelerate launch" in str(world["describe"]) and "set no RANK" in str(world["describe"])

@@ -122,7 +122,9 @@ def test_a_recipe_without_evaluate_is_evaluated_by_its_loss(runs: dict[str, Outc
 
 
 @pytest.mark.parametrize(("name", "choose"), [("best min", min), ("best max", max)])
-def test_the_best_checkpoint_is_kept_besides_the_newest(runs: dict[str, Outcome], name: str, choose: object) -> None:
+def test_pruning_keeps_the_best_checkpoint_besides_the_newest(
+    runs: dict[str, Outcome], name: str, choose: object
+) -> None:
     lines = runs[name].evaluations()[:6]
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     best = choose(lines, key=lambda line: line["eval/loss"])  # type: ignore[operator]

@@ -341,7 +341,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp8 whole", "int8", "int8 whole", "sparse"])
-def test_every_strategy_trains_alike(name: str, runs: dict[str, Outcome]) -> None:
+def test_every_strategy_trains_the_same(name: str, runs: dict[str, Outcome]) -> None:
     one = runs[f"{name} 1 rank"]
     for variant in VARIANTS:
         other = runs[f"{name} {variant}"]

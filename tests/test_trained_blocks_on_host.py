@@ -114,7 +114,7 @@ def refusal(tmp_path: Path, **settings: Any) -> str:
     return str(error.value)
 
 
-def test_what_cannot_work_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_impossible_combinations_are_rejected_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "has 5 blocks with weights of their own; use at most 5" in refusal(tmp_path, blocks_on_host=6)
     for optimizer in ("prodigy", "schedule_free_adamw", "rmsprop"):
         text = refusal(tmp_path, blocks_on_host=2, optimizer=optimizer)
@@ -126,14 +126,14 @@ def test_what_cannot_work_is_refused_in_one_line(tmp_path: Path, monkeypatch: py
     assert "blocks_on_host 5 needs" in text and "of host memory, and 9.8 KiB are free" in text
 
 
-def test_the_start_says_what_is_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_banner_shows_how_much_memory_is_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = {**COMMON, "output_dir": str(tmp_path / "run"), "gpus": "0", "max_steps": 1}
     unisono.train(Sentences, **settings, blocks_on_host=4)
     assert "of weights, gradients and optimizer state wait in host memory" in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_verify_says_same(tmp_path: Path) -> None:
+def test_verify_finds_the_same_run(tmp_path: Path) -> None:
     recipe = f"{TESTS / 'recipes_for_tests.py'}:Sentences"
     words = ["verify", recipe, "--ranks", "1,2,3", "--blocks_on_host", "3", "--num_blocks", "4", "--steps", "3"]
     ended = unisono_command(*words, cwd=tmp_path)

@@ -180,7 +180,7 @@ COMPARED = [(name, name.partition(",")[0]) for name in RUNS if "," in name] + [(
 
 
 @pytest.mark.parametrize(("name", "alone"), COMPARED)
-def test_ranks_that_carry_a_sample_together_train_like_one(name: str, alone: str, runs: dict[str, Outcome]) -> None:
+def test_ranks_that_share_a_sample_train_like_one(name: str, alone: str, runs: dict[str, Outcome]) -> None:
     one, other = runs[alone], runs[name]
     assert "error" not in other.main, other.main
     torch.testing.assert_close(other.losses(), one.losses(), rtol=2e-5, atol=0)
