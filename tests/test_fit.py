@@ -122,7 +122,7 @@ def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
 # The prediction
 
 
-def test_the_prediction_is_what_the_same_pass_takes_on_real_tensors() -> None:
+def test_predicted_memory_equals_what_the_same_pass_allocates_on_real_tensors() -> None:
     model = Net()
     weights = sum(weight.nbytes for weight in model.parameters())
     batch = torch.ones(BATCH, 50, WIDTH)
@@ -135,14 +135,14 @@ def test_the_prediction_is_what_the_same_pass_takes_on_real_tensors() -> None:
     assert fullest.activations + fullest.gradients == pytest.approx(real, rel=0.02)
 
 
-def test_few_blocks_continued_are_all_blocks() -> None:
+def test_predictions_from_few_blocks_extrapolate_to_all_blocks() -> None:
     for settings in ({}, {"activation_checkpointing": True}, {"activation_checkpointing": True, "recompute_every": 2}):
         for frozen in (False, True):
             short, whole = (memory_of(frozen=frozen, whole=w, **settings).total for w in (False, True))
             assert short == pytest.approx(whole, rel=0.01), (settings, frozen)
 
 
-def test_each_setting_saves_the_memory_that_it_is_there_for() -> None:
+def test_each_setting_saves_the_memory_that_it_targets() -> None:
     whole = memory_of()
     assert memory_of(activation_checkpointing=True).activations < 0.5 * whole.activations
     between = memory_of(activation_checkpointing=True, recompute_every=2).activations
@@ -160,7 +160,7 @@ def test_each_setting_saves_the_memory_that_it_is_there_for() -> None:
     assert whole.average == 0 < memory_of(ema_decay=0.9).average
 
 
-def test_gradients_of_earlier_micro_batches_count() -> None:
+def test_gradients_accumulated_from_earlier_micro_batches_count() -> None:
     resolved = configure(Blocks)
     memory, settings = ModelMemory(check_run(Blocks, resolved), example_of), resolved.build(Settings)
     alone = memory.estimate(settings, micro_batch=4)
@@ -169,7 +169,7 @@ def test_gradients_of_earlier_micro_batches_count() -> None:
     assert memory.estimate(settings, micro_batch=8).activations > 1.8 * alone.activations
 
 
-def test_a_model_that_looks_at_values_is_reported_and_changes_nothing() -> None:
+def test_a_model_with_data_dependent_control_flow_is_reported_and_nothing_changes() -> None:
     fitter = fitter_of(by_value=True, fit="auto")
     with pytest.raises(CannotTrace):
         fitter.choose(Card(GIB), allows_lossy=True)
@@ -187,7 +187,7 @@ def test_a_recipe_with_a_teacher_is_not_predicted() -> None:
         fitter_for(check_run(WithTeacher, resolved), resolved).choose(Card(GIB), allows_lossy=True)
 
 
-def test_tracing_leaves_the_tables_of_real_decoding_alone() -> None:
+def test_tracing_does_not_change_the_decoding_tables() -> None:
     memory_of(frozen=True, base_precision="nf4")
     encoded = FORMATS["nf4"].encode(torch.ones(2, 64))
     assert (
@@ -210,7 +210,7 @@ def wan() -> type[Recipe]:
     return WanFlow
 
 
-def test_the_largest_sample_counts() -> None:
+def test_the_largest_sample_determines_the_prediction() -> None:
     class Samples:
         def __len__(self) -> int:
             return 3
@@ -242,7 +242,7 @@ def climb(sizes: dict[str, float], room: float, **situation: Any) -> Choice:
 SIZES = {"recompute_every=2": 20, "recompute_every=1": 40, "base_precision=fp8": 10, "base_precision=nf4": 20}
 
 
-def test_the_ladder_goes_from_what_costs_least_to_what_costs_most() -> None:
+def test_the_ladder_is_ordered_by_cost() -> None:
     sizes = {**SIZES, "blocks_on_host=7": 15}
     few = {"fewest_blocks": lambda flags, room: 7}
     recompute = "--activation_checkpointing"
@@ -278,14 +278,14 @@ def test_smaller_micro_batches_come_first_and_several_gpus_shard() -> None:
     assert "optimizer" not in climb(sizes, 5, **full, optimizer="").flags
 
 
-def test_a_smaller_micro_batch_is_left_out_where_it_needs_more() -> None:
+def test_a_smaller_micro_batch_that_needs_more_memory_is_skipped() -> None:
     sizes = {**SIZES, "micro_batch=2": 10, "micro_batch=1": -20, "optimizer=adamw8bit": 30}
     choice = climb(sizes, 60, has_frozen_linears=False, micro_batch=4)
     assert choice.command == "--activation_checkpointing" and choice.fits
 
 
 @pytest.mark.usefixtures("without_workspace")
-def test_settings_of_the_user_stay() -> None:
+def test_settings_of_the_user_are_never_changed() -> None:
     choice = climb(SIZES, 80, fixed={"activation_checkpointing": False})
     assert "activation_checkpointing" not in choice.flags and "recompute_every" not in choice.flags
     mine = {"activation_checkpointing": False, "base_precision": "int8", "micro_batch": 1, "strategy": "single"}
@@ -307,7 +307,7 @@ def test_recorded_steps_are_neither_recomputed_nor_swapped() -> None:
 
 
 @pytest.mark.usefixtures("without_workspace")
-def test_the_texts_name_the_flags_and_the_memory() -> None:
+def test_messages_name_the_flags_and_the_memory() -> None:
     fitter = fitter_of(
         fit="auto", activation_checkpointing=True, micro_batch=BATCH, recompute_every=1, blocks_on_host=0
     )
@@ -327,7 +327,7 @@ def test_the_texts_name_the_flags_and_the_memory() -> None:
 # A run
 
 
-def test_a_resumed_run_keeps_lossy_choices_and_takes_back_the_others() -> None:
+def test_a_resumed_run_keeps_lossy_choices_and_reconsiders_the_others() -> None:
     stored = {"base_precision": "fp8", "activation_checkpointing": True}
     chosen = fitter_of(frozen=True, stored=stored, earlier=dict.fromkeys(stored, "fit"))
     large = chosen.choose(Card(GIB), allows_lossy=True)
@@ -373,7 +373,7 @@ class SimpleEntered:
     origin: Any = None
 
 
-def test_ranks_choose_alike_by_the_fullest_gpu() -> None:
+def test_all_ranks_make_the_choice_for_the_fullest_gpu() -> None:
     first, second = run_ranks("fitted_ranks", __file__, 2)
     assert first == second
     assert first[0] < BATCH and "--micro_batch" in first[2][0]
@@ -406,7 +406,7 @@ def test_print_config_shows_the_choice_for_a_card(tmp_path: Path) -> None:
     assert "using --activation_checkpointing" in run.err
 
 
-def test_a_card_that_is_too_small_is_an_error_of_the_user(tmp_path: Path) -> None:
+def test_a_card_that_is_too_small_is_a_user_error(tmp_path: Path) -> None:
     common = "train wan-flow --model_config 1.3b --num_frames 17 --fit exact --print_config --gpu_memory_gb"
     for card, expected in (
         (2, "fit exact: the run does not fit into 1.2 GiB of GPU memory even with"),
@@ -419,7 +419,7 @@ def test_a_card_that_is_too_small_is_an_error_of_the_user(tmp_path: Path) -> Non
     assert unisono_command("train", "wan-flow", "--gpu_memory_gb", "0", "--print_config", cwd=tmp_path).code == 2
 
 
-def test_a_trace_counts_what_a_device_keeps_of_its_gradients() -> None:
+def test_a_trace_counts_the_gradients_that_stay_on_the_device() -> None:
     trace: Trace = trace_step(Net(), loss_of, torch.ones(BATCH, 50, WIDTH), None)
     assert trace.gradients == pytest.approx(sum(weight.nbytes for weight in Net().parameters()), rel=0.05)
     assert trace.fullest(share=0).gradients == 0

@@ -45,13 +45,13 @@ def refused(recipe: str, *flags: str, **more: object) -> str:
         ("seo", "--accumulate_grad_batches", "here it is --gradient_accumulation_steps"),
     ],
 )
-def test_a_flag_of_another_trainer_is_answered(recipe: str, flag: str, answer: str) -> None:
+def test_a_flag_of_another_trainer_gets_a_suggestion(recipe: str, flag: str, answer: str) -> None:
     message = refused(recipe, flag, "3")
     assert message.startswith(f"unknown flag {flag}; {answer}")
     assert "did you mean" not in message
 
 
-def test_a_key_of_another_trainer_in_a_config_file_is_answered_without_dashes(tmp_path: Path) -> None:
+def test_a_config_key_of_another_trainer_gets_a_suggestion_without_dashes(tmp_path: Path) -> None:
     file = tmp_path / "theirs.yaml"
     file.write_text("num_train_epochs: 3\n")
     assert refused("darkroom", file=file) == f"unknown field num_train_epochs in {file}; here it is num_epochs"
@@ -67,7 +67,7 @@ def test_a_flag_unlike_all_others_gets_no_suggestion(flag: str) -> None:
     assert refused("wan-flow", flag, "3") == f"unknown flag {flag}; --help lists all flags"
 
 
-def test_an_answer_never_names_a_flag_that_the_recipe_does_not_have() -> None:
+def test_a_suggestion_never_names_a_flag_that_the_recipe_does_not_have() -> None:
     # Answers about caching latents only make sense for wan-flow, not for darkroom.
     for flag in ("--cache_latents", "--sigmoid_scale", "--resolution"):
         named = set(re.findall(r"--(\w+)", refused("darkroom", flag, "3").partition(";")[2])) - {"help"}
@@ -75,7 +75,7 @@ def test_an_answer_never_names_a_flag_that_the_recipe_does_not_have() -> None:
         assert "did you mean" not in refused("wan-flow", flag, "3")
 
 
-def test_every_answer_names_settings_that_exist() -> None:
+def test_every_suggestion_names_settings_that_exist() -> None:
     ours = set(fields_by_name((Settings,)))
     for recipe in BUILT_IN:
         ours |= set(fields_by_name((load_recipe(recipe).Config,)))

@@ -31,7 +31,7 @@ def test_short_durations_have_fractions_where_they_matter() -> None:
     assert format_clock(2 * 86400 + 3 * 3600 + 4 * 60 + 5) == "2 d 3:04:05"
 
 
-def test_any_exception_fits_into_one_line() -> None:
+def test_any_exception_can_be_formatted_as_one_line() -> None:
     class Broken(Exception):
         def __str__(self) -> str:
             raise RuntimeError

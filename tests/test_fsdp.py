@@ -108,7 +108,7 @@ def counts() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("sync", "sums"), [("every", MICRO_BATCHES), ("last", 1)])
-def test_the_root_is_gathered_once_per_micro_batch_and_gradients_are_summed_as_set(
+def test_the_root_is_gathered_once_per_micro_batch_and_gradients_are_reduced_when_fsdp_sync_says(
     counts: list[dict[str, Any]], sync: str, sums: int
 ) -> None:
     groups = NUM_BLOCKS + 1  # and the root
@@ -119,7 +119,7 @@ def test_the_root_is_gathered_once_per_micro_batch_and_gradients_are_summed_as_s
         assert rank[sync]["allreduce"] == sums * groups, "between the replicas"
 
 
-def test_the_next_block_is_gathered_before_a_block_computes(counts: list[dict[str, Any]]) -> None:
+def test_the_next_block_is_gathered_while_a_block_computes(counts: list[dict[str, Any]]) -> None:
     # The root and its first layer; each block, and the one after it; the last layer.
     assert {rank["training"] for rank in counts} == {"gc" + "ggc" + "gc" + "c" + "c"}
     assert {rank["evaluating"] for rank in counts} == {"gc" + "gc" * NUM_BLOCKS + "c"}, "could become stale"

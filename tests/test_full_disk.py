@@ -109,7 +109,7 @@ def test_records_delayed_by_a_full_disk_are_written_later(tmp_path: Path, nproc:
 
 @pytest.mark.slow
 @needs_mounts
-def test_a_disk_that_stays_full_loses_log_lines_and_not_the_run(tmp_path: Path) -> None:
+def test_a_disk_that_stays_full_costs_log_lines_but_not_the_run(tmp_path: Path) -> None:
     disk, run = tmp_path / "disk", tmp_path / "disk" / "run"
     with small_disk(disk, "256k"):
         run.mkdir()
@@ -122,7 +122,7 @@ def test_a_disk_that_stays_full_loses_log_lines_and_not_the_run(tmp_path: Path) 
     assert done.err.count("stores the records in memory") == done.err.count("the last ") > 1
 
 
-def test_a_best_checkpoint_that_cannot_be_marked_is_kept_marked_later_and_stops_no_deletion(tmp_path: Path) -> None:
+def test_a_best_checkpoint_that_cannot_be_marked_is_not_deleted_and_is_marked_later(tmp_path: Path) -> None:
     saver = Saver(tmp_path, rank=0, world=1, group=None, keep_last=1, asynchronous=False, identity={"recipe": "Tiny"})
 
     def save(step: int, best: Best | None = None) -> str | None:
@@ -145,7 +145,7 @@ def test_a_best_checkpoint_that_cannot_be_marked_is_kept_marked_later_and_stops_
 
 
 @needs_mounts
-def test_a_note_for_the_next_attempt_is_only_a_warning_on_a_full_disk(
+def test_if_the_note_for_the_next_attempt_cannot_be_written_a_warning_is_printed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with small_disk(tmp_path / "disk", "64k"):

@@ -53,13 +53,13 @@ def status(rank: int, phase: str, step: int, index: int = 0, idle_s: float = 9.0
         ([status(0, "reduce", 7, idle_s=8.0), status(1, "reduce", 7, idle_s=9.0)], 1),  # a network that is gone
     ],
 )
-def test_the_least_advanced_rank_that_does_not_itself_wait_is_to_blame(statuses: list[RankStatus], blamed: int) -> None:
+def test_the_least_advanced_rank_that_is_not_itself_waiting_is_blamed(statuses: list[RankStatus], blamed: int) -> None:
     for order in (statuses, statuses[::-1]):
         status = furthest_behind(order)
         assert status is not None and status.rank == blamed
 
 
-def test_each_phase_has_its_limit() -> None:
+def test_each_phase_has_its_own_time_limit() -> None:
     limits = Limits(hang_s=10, start_s=60)
 
     def limit(phase: str, step: int) -> float | None:
@@ -71,7 +71,7 @@ def test_each_phase_has_its_limit() -> None:
     assert Limits(0, 60).limit_for(Beat(0, "forward", 4, 1, 0.0, first_step=1)) is None, "0 is never"
 
 
-def test_progress_counts_whatever_the_wall_clock_shows() -> None:
+def test_hang_detection_does_not_depend_on_the_wall_clock() -> None:
     tracker = ProgressTracker()
     beat = Beat(0, "forward", 3, 1, time.time() - 1e6)
     assert tracker.update([beat])[0].idle_s == 0
@@ -80,7 +80,7 @@ def test_progress_counts_whatever_the_wall_clock_shows() -> None:
     assert tracker.update([Beat(0, "backward", 3, 2, time.time() - 1e6)])[0].idle_s == 0
 
 
-def test_a_suspended_watcher_does_not_blame_the_ranks_for_its_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_suspended_watchdog_does_not_blame_the_ranks_for_its_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     moment = [100.0]
     monkeypatch.setattr(awake.time, "monotonic", lambda: moment[0])
     tracker, beat = ProgressTracker(), Beat(0, "forward", 3, 1, 0.0)
@@ -205,7 +205,7 @@ def test_a_stopped_process_is_named_although_it_writes_no_stack(
 
 
 @pytest.mark.slow
-def test_the_start_has_a_limit_of_its_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_start_has_its_own_time_limit(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     code, events = run(tmp_path, never_start, max_restarts=0, limits=Limits(0.1, 4))
     assert code == 3 and events[0][1]["phase"] == "start"
     output = capfd.readouterr().err
@@ -232,7 +232,7 @@ def test_every_kind_of_death_is_reported_with_its_rank_and_step(
 
 
 @pytest.mark.parametrize("kind", ["sigterm", "sigint", "sigusr1"])
-def test_a_signal_to_one_rank_is_a_request(tmp_path: Path, kind: str) -> None:
+def test_a_signal_to_one_rank_is_a_stop_request(tmp_path: Path, kind: str) -> None:
     code, events = run(tmp_path, walk, f"{kind}@rank1:step1,hang@rank0:step2:0.1s", limits=Limits(20, 30))
     assert code == 75 and events == []
     assert outcomes.read_all(tmp_path / "job")[1].message == kind.upper()

@@ -78,7 +78,7 @@ def test_on_other_systems_or_with_user_settings_nothing_changes(
         pass
 
 
-def test_every_step_of_a_run_is_computed_within_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_allocator_is_tuned_during_every_step_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     inside: list[torch.device] = []
     steps: list[list[torch.device]] = []
 

@@ -75,7 +75,7 @@ def test_a_start_refuses_files_that_are_not_regular(name: str, kind: str, finish
 @pytest.mark.parametrize(
     "text", [DEEP, DEEP_BUT_PARSED, '{"a":' * 500 + "1" + "}" * 500], ids=["deep", "500", "objects"]
 )
-def test_nested_json_is_one_line_and_never_a_traceback(text: str, finished: Path, tmp_path: Path) -> None:
+def test_deeply_nested_json_gives_one_line_and_never_a_traceback(text: str, finished: Path, tmp_path: Path) -> None:
     for name in FILES:
         run = tmp_path / name.replace("/", "_") / "run"
         shutil.copytree(finished, run)
@@ -139,7 +139,7 @@ def test_a_text_preview_may_contain_an_incomplete_character(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("leave", [shutil.rmtree, lambda run: run.rename(run.with_name("moved"))], ids=["rm", "mv"])
-def test_a_run_whose_folder_is_gone_writes_a_new_one(leave: Callable[[Path], None], tmp_path: Path) -> None:
+def test_a_run_whose_folder_was_deleted_creates_it_again(leave: Callable[[Path], None], tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     folder.open({"id": "1", "recipe": "Tiny"})
     folder.metrics({"step": 1})

@@ -119,7 +119,7 @@ def test_every_optimizer_trains_replicas_like_one_device(runs: dict[str, Outcome
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_replicas_are_equal_to_the_bit(runs: dict[str, Outcome], optimizer: str) -> None:
+def test_replicas_are_equal_bit_for_bit(runs: dict[str, Outcome], optimizer: str) -> None:
     record = runs[f"{optimizer}, 2 x 2"].record
     first, second, *others = [(record / f"shards.{rank}").read_text() for rank in range(4)]
     assert others == [first, second], "ranks 2 and 3 hold the second copy"
@@ -148,7 +148,7 @@ def test_each_shard_is_written_once_and_all_ranks_share_the_work(runs: dict[str,
 
 
 @pytest.mark.parametrize("name", ["elsewhere", "pairs"])
-def test_weights_from_files_and_coupled_losses(runs: dict[str, Outcome], name: str) -> None:
+def test_hsdp_supports_weights_from_files_and_coupled_losses(runs: dict[str, Outcome], name: str) -> None:
     run, reference = runs[f"{name}, 2 x 2"], runs[name]
     assert "error" not in run.main, run.main
     assert largest_difference(run.weights(), reference.weights()) < 1e-10
@@ -163,7 +163,7 @@ def test_weights_from_files_and_coupled_losses(runs: dict[str, Outcome], name: s
         ("ddp", "shard_size 2 needs fsdp, and strategy ddp shards nothing; remove one of them"),
     ],
 )
-def test_a_mesh_that_cannot_be_is_refused_with_one_that_can(runs: dict[str, Outcome], name: str, message: str) -> None:
+def test_an_impossible_mesh_is_rejected_with_a_possible_one(runs: dict[str, Outcome], name: str, message: str) -> None:
     assert [(result["error"], result["exit_code"]) for result in runs[name].by_rank] == [(message, 2)] * len(
         runs[name].by_rank
     )
@@ -181,7 +181,9 @@ def test_a_mesh_that_cannot_be_is_refused_with_one_that_can(runs: dict[str, Outc
         ((0, 1, 0, 1), "do not have consecutive numbers"),
     ],
 )
-def test_shard_size_node_needs_even_machines(nodes: tuple[int, ...], message: str | None) -> None:
+def test_shard_size_node_needs_the_same_number_of_ranks_on_each_machine(
+    nodes: tuple[int, ...], message: str | None
+) -> None:
     if message is None:
         assert check_shard_size("node", ranks=len(nodes), nodes=nodes) == 3
     else:

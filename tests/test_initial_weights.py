@@ -74,7 +74,7 @@ def test_a_run_with_initial_weights_resumes_on_other_ranks(runs: dict[str, Outco
     assert largest_difference(runs["then 3 ranks"].weights(9), runs["straight on"].weights(9)) < 1e-10
 
 
-def test_untrained_weights_are_held_in_16_bit_and_the_others_still_train(runs: dict[str, Outcome]) -> None:
+def test_untrained_weights_are_stored_in_16_bit_and_the_others_still_train(runs: dict[str, Outcome]) -> None:
     torch.testing.assert_close(runs["16 bit"].losses(), runs["one device"].losses(), rtol=3e-2, atol=0)
 
 

@@ -277,7 +277,7 @@ def test_restarts_end_after_the_given_number(tmp_path, capfd):
     assert printed[1].startswith("unisono: rank 1: killed by SIGKILL") and printed[1].endswith("(the same as before)")
 
 
-def test_two_machines_restart_together(tmp_path):
+def test_the_ranks_of_two_machines_restart_together(tmp_path):
     with socket.socket() as probe:
         probe.bind(("", 0))
         endpoint = f"localhost:{probe.getsockname()[1]}"

@@ -41,7 +41,7 @@ def test_levels_fit_into_the_limit_at_the_smallest_cost(limit: int, levels: list
     assert limit < 4 or sum(WAN[level] for level in chosen) <= limit
 
 
-def test_a_level_that_frees_little_for_its_cost_is_passed_over() -> None:
+def test_a_level_that_frees_little_for_its_cost_is_skipped() -> None:
     sizes, cost = {"none": 30, "selective": 28, "whole": 1}, {"none": 0.0, "selective": 0.55, "whole": 1.05}
     assert choose_levels(40, [(sizes, cost)] * 2) == ["whole", "none"]
 
@@ -85,7 +85,7 @@ def runs_settings(**more: Any) -> dict[str, Any]:
     return {"global_batch_size": 8, "batch_size": 4, "max_steps": 3, "log_every": 1, **more}
 
 
-def test_ranks_choose_alike_and_the_run_stays_the_same(tmp_path: Path) -> None:
+def test_all_ranks_make_the_same_choice_and_the_run_stays_the_same(tmp_path: Path) -> None:
     planned = {
         "without": (1, {}),
         "little": (1, {"activation_memory_gb": 0.001}),
@@ -114,7 +114,7 @@ def test_ranks_choose_alike_and_the_run_stays_the_same(tmp_path: Path) -> None:
         (["--strategy", "dp"], "not with dp"),
     ],
 )
-def test_contradictions_are_refused_in_one_line(flags: list[str], message: str, tmp_path: Path) -> None:
+def test_contradictory_settings_are_rejected_in_one_line(flags: list[str], message: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     ended = command_line.unisono(
         "train", command_line.TINY, "--activation_memory_gb", "5", *flags, "--output_dir", folder, cwd=tmp_path

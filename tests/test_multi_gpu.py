@@ -313,7 +313,7 @@ def test_a_model_in_16_bit_is_trained_in_32_bit_with_a_note(
 
 
 @pytest.mark.parametrize(("shuffle", "workers"), [(False, 0), (True, 0), (True, 1)])
-def test_a_loader_that_drops_its_last_batch_does_so(shuffle: bool, workers: int) -> None:
+def test_drop_last_of_a_loader_takes_effect(shuffle: bool, workers: int) -> None:
     data, seen = create_datasets()[0], []
 
     class Noting(nn.Module):
@@ -375,7 +375,7 @@ def test_a_smaller_batch_size_in_the_config_takes_effect_and_the_run_stays_the_s
     assert "effective batch stays 6" in told
 
 
-def test_named_batches_and_models_with_their_own_loss() -> None:
+def test_batches_can_be_dicts_and_models_can_return_their_own_loss() -> None:
     torch.manual_seed(0)
     model = Gives()
     with MultiGPUTrainingManager(config()).create_trainer(copy.deepcopy(model), Named(), Named()) as trainer:
@@ -388,7 +388,7 @@ def test_named_batches_and_models_with_their_own_loss() -> None:
         assert trainer.validate(0)["val_loss"] == pytest.approx(own, abs=1e-12)
 
 
-def test_floating_point_targets_are_fitted_by_least_squares() -> None:
+def test_floating_point_targets_default_to_the_mean_squared_error() -> None:
     x = torch.randn(12, 3)
     model = nn.Linear(3, 1)
     data = TensorDataset(x, x.sum(1, keepdim=True))
@@ -465,7 +465,7 @@ def test_settings_that_a_named_optimizer_replaces_are_errors() -> None:
 @pytest.mark.parametrize(
     "optimizer", [Adafactor, lambda model: LowBitAdamW(model.parameters(), bits=8, lr=0.05)], ids=["class", "instance"]
 )
-def test_optimizers_of_unisono_get_the_shards(optimizer: Any) -> None:
+def test_unisonos_optimizers_update_the_shards(optimizer: Any) -> None:
     model = create_model()
     optimizer = optimizer if isinstance(optimizer, type) else optimizer(model)
     manager = MultiGPUTrainingManager(config(strategy="sharded", num_gpus=0, learning_rate=0.05))
@@ -820,12 +820,12 @@ def test_damaged_epoch_logs_in_a_checkpoint_do_no_harm() -> None:
         ({"max_bad_samples": 3}, r'settings=\{"max_bad_samples": …\}'),
     ],
 )
-def test_names_of_other_libraries_and_of_the_engine_are_answered(fields: dict[str, Any], message: str) -> None:
+def test_names_from_other_libraries_and_from_the_engine_get_a_suggestion(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         MultiGPUConfig(**fields)
 
 
-def test_strategies_by_the_names_of_the_command_line() -> None:
+def test_strategies_have_the_names_of_the_command_line() -> None:
     found = [MultiGPUConfig(strategy=name).strategy for name in ("dp", "ddp", "DistributedDataParallel", "fsdp")]
     assert found == ["dataparallel", "distributed", "distributed", "sharded"]
 
@@ -958,7 +958,9 @@ TWO_GPUS = [
 ]
 
 
-def test_gpus_are_described_and_those_with_most_free_memory_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_get_gpu_info_describes_the_gpus_and_the_ones_with_most_free_memory_are_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert get_gpu_info() == {"count": 0, "devices": [], "memory": {}, "capabilities": {}}
     assert select_optimal_gpus(num_gpus=4, min_memory_gb=8.0) == []
     monkeypatch.setattr("unisono.multi_gpu.gpus.visible_gpus", lambda: TWO_GPUS)

@@ -55,7 +55,7 @@ def test_no_variable_changes_and_no_warning_appears(requested: Backend, on_gpu: 
     assert choice(requested, on_gpu=on_gpu, shared=shared) == GroupBackend(name)
 
 
-def test_over_nccl_every_rank_that_shares_a_gpu_is_a_host_of_its_own() -> None:
+def test_over_nccl_ranks_that_share_a_gpu_count_as_separate_hosts() -> None:
     one = choice("nccl", on_gpu=True, shared=True)
     assert one.name == BOTH and one.uses_nccl and one.warning == SLOW
     assert one.forced == {"NCCL_HOSTID": "unisono-rank3"}
@@ -180,7 +180,7 @@ def test_a_run_that_moves_from_one_rank_to_two_and_back_is_the_same_run(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_killed_rank_does_not_show_in_the_losses(backend: str, tmp_path: Path, undisturbed: list[float]) -> None:
+def test_a_killed_rank_does_not_change_the_losses(backend: str, tmp_path: Path, undisturbed: list[float]) -> None:
     train(backend, 2, 6, tmp_path / "run", "--inject", "kill@rank1:step4:backward", strategy="ddp")
     assert [event["kind"] for event in lines(tmp_path / "run", "events.jsonl")].count("restart") == 1
     same(losses(tmp_path / "run"), undisturbed)

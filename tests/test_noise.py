@@ -54,7 +54,7 @@ def test_rows_draws_and_seeds_differ(name: str) -> None:
     assert torch.equal(first, draw(Noise(0, positions)))  # and the same again
 
 
-def test_normal_numbers_have_mean_0_variance_1_and_normal_tails() -> None:
+def test_normal_draws_have_mean_0_variance_1_and_normal_tails() -> None:
     x = Noise(3, torch.arange(1000)).normal(1000, dtype=torch.float64)  # a million numbers: the errors are about 0.001
     assert abs(x.mean()) < 0.005 and abs(x.var() - 1) < 0.01
     assert abs((x**3).mean()) < 0.02 and abs((x**4).mean() - 3) < 0.05
@@ -108,7 +108,7 @@ def test_float32_and_float64_are_the_same_numbers_to_rounding() -> None:
         assert torch.equal(half, single.bfloat16())
 
 
-def test_scalars_per_sample_and_no_shape_at_all() -> None:
+def test_noise_can_be_one_scalar_per_sample_or_have_no_shape() -> None:
     assert Noise(0, torch.arange(5)).normal().shape == (5,)
     assert Noise(0, torch.arange(5)).integers(0, 10).shape == (5,)
     assert Noise(0, torch.arange(5)).uniform(1).shape == (5, 1)

@@ -55,7 +55,7 @@ def python(code: str, *arguments: object) -> subprocess.Popen[str]:
 # --- the folder
 
 
-def test_nothing_is_written_before_the_folder_is_opened_and_everything_after(tmp_path: Path) -> None:
+def test_records_are_buffered_until_the_folder_is_opened(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "runs" / "one")
     folder.event("start", rank=0, world=2)
     folder.metrics({"step": 1, "loss": 2.5})
@@ -119,7 +119,7 @@ def test_nan_and_infinity_are_written_as_text(tmp_path: Path) -> None:
         folder.metrics({"step": 2, "loss": object()})
 
 
-def test_rewind_leaves_each_step_once_and_survives_garbage(tmp_path: Path) -> None:
+def test_after_a_rewind_each_step_occurs_once_even_in_a_damaged_file(tmp_path: Path) -> None:
     first = RunFolder(tmp_path)
     first.open(RECORD)
     for step in range(1, 9):
@@ -189,7 +189,7 @@ time.sleep(60)
     assert [line["step"] for line in jsonl(tmp_path / "metrics.jsonl")] == list(range(1, 51))
 
 
-def test_the_launcher_writes_events_only_into_a_run(tmp_path: Path) -> None:
+def test_the_launcher_writes_events_only_into_an_existing_run(tmp_path: Path) -> None:
     append_event(tmp_path / "missing", "restart")
     append_event(tmp_path, "restart")
     assert list(tmp_path.iterdir()) == []
@@ -226,7 +226,7 @@ def test_an_incomplete_line_of_another_process_does_not_damage_the_next(tmp_path
     assert lines[1] == '{"kind": "rest' and json.loads(lines[2])["kind"] == "resume"
 
 
-def test_lines_that_wait_for_the_disk_are_rewound_too(tmp_path: Path) -> None:
+def test_a_rewind_includes_lines_that_are_still_buffered(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.open(RECORD)
     file = tmp_path / "metrics.jsonl"
@@ -238,7 +238,7 @@ def test_lines_that_wait_for_the_disk_are_rewound_too(tmp_path: Path) -> None:
     assert [line["step"] for line in jsonl(file)] == [1, 2]
 
 
-def test_memory_for_lines_that_wait_is_bounded(
+def test_memory_for_buffered_lines_is_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("unisono.observe.append_only_file.MAX_PENDING", 3)
@@ -315,7 +315,9 @@ def test_the_banner_aligns_and_wraps_its_rows() -> None:
 
 
 @pytest.mark.parametrize(("threads", "text"), [(1, "CPU, 1 thread per process"), (2, "CPU, 2 threads per process")])
-def test_the_banner_counts_threads_in_good_english(threads: int, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_banner_uses_singular_and_plural_for_threads(
+    threads: int, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     assert _devices([torch.device("cpu")]) == text
 

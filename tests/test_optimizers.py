@@ -67,7 +67,7 @@ def test_muon_takes_matrices_and_adamw_the_rest() -> None:
     assert "momentum_buffer" in state[model["layer"].weight] and "exp_avg" in state[model["norm"].weight]
 
 
-def test_which_optimizers_need_whole_weights() -> None:
+def test_some_optimizers_need_unsharded_weights() -> None:
     class Distributed_Shampoo(torch.optim.Optimizer): ...
 
     class MyMuon(torch.optim.Muon): ...
@@ -138,7 +138,9 @@ def test_the_state_of_another_optimizer_class_is_refused(tmp_path: Path) -> None
     assert train_own(lambda pairs: torch.optim.AdamW(pairs, lr=0.1), tmp_path, max_steps=3).step == 3
 
 
-def test_an_optimizer_for_whole_weights_is_refused_on_shards_and_trains_alike_on_ranks(tmp_path: Path) -> None:
+def test_an_optimizer_for_unsharded_weights_is_rejected_on_shards_and_trains_the_same_on_any_ranks(
+    tmp_path: Path,
+) -> None:
     common = {"global_batch_size": 4, "max_steps": 3, "dtype": "float64"}
     own = f"{Path(__file__)}:OwnMuon"
     fsdp, ddp = {"strategy": "fsdp"}, {"strategy": "ddp", "batch_size": 2}

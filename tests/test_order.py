@@ -20,14 +20,14 @@ quick = settings(max_examples=60, deadline=None)
 
 @quick
 @given(size=st.integers(1, 5000), seed=SEEDS, epoch=st.integers(0, 10_000))
-def test_every_epoch_holds_every_sample_exactly_once(size: int, seed: int, epoch: int) -> None:
+def test_every_epoch_contains_every_sample_exactly_once(size: int, seed: int, epoch: int) -> None:
     indices = Order(size, seed).indices(np.arange(epoch * size, (epoch + 1) * size))
     assert np.array_equal(np.sort(indices), np.arange(size))
 
 
 @quick
 @given(size=st.integers(20, 5000), seed=SEEDS, epoch=st.integers(0, 1000))
-def test_epochs_and_seeds_differ(size: int, seed: int, epoch: int) -> None:
+def test_each_epoch_and_each_seed_has_its_own_order(size: int, seed: int, epoch: int) -> None:
     here = np.arange(epoch * size, (epoch + 1) * size)
     this = Order(size, seed).indices(here)
     assert not np.array_equal(this, Order(size, seed).indices(here + size))
@@ -55,7 +55,7 @@ def test_a_shuffled_epoch_looks_random() -> None:
     assert (neighbours == 1).sum() < 10  # a random order has about one such pair
 
 
-def test_unshuffled_order_is_that_of_the_dataset() -> None:
+def test_without_shuffling_samples_come_in_the_order_of_the_dataset() -> None:
     assert Order(5, 3, shuffle=False).indices(np.arange(12)).tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1]
 
 

@@ -97,18 +97,18 @@ def test_the_same_samples_are_repeated_in_smaller_micro_batches(runs: dict[str, 
 
 
 @pytest.mark.parametrize(("before", "after"), [("small from the start", "became small"), ("3 small", "3 became small")])
-def test_a_replay_is_bit_for_bit_a_run_that_was_small_from_the_start(
+def test_a_replayed_step_equals_one_with_small_micro_batches_bit_for_bit(
     runs: dict[str, Outcome], before: str, after: str
 ) -> None:
     assert identical(runs[before].weights(), runs[after].weights())  # with dropout: random state was restored
     assert runs[before].losses().tolist() == runs[after].losses().tolist()
 
 
-def test_guarded_steps_and_fast_steps_give_the_same_bits(runs: dict[str, Outcome]) -> None:
+def test_guarded_and_fast_steps_agree_bit_for_bit(runs: dict[str, Outcome]) -> None:
     assert identical(runs["always guarded"].weights(), runs["never guarded"].weights())
 
 
-def test_buffers_are_as_before_the_attempt(runs: dict[str, Outcome]) -> None:
+def test_a_replay_starts_with_the_buffers_from_before_the_attempt(runs: dict[str, Outcome]) -> None:
     assert identical(runs["buffers"].weights(), runs["buffers, again"].weights())
     assert runs["buffers"].weights()["passes"] == 2 * 6  # two micro-batches in each of six steps
 
@@ -129,7 +129,7 @@ def test_if_not_even_one_sample_fits_all_ranks_report_the_missing_memory(runs: d
             assert word in ended["error"]
 
 
-def test_auto_tries_before_the_first_step_and_changes_nothing(runs: dict[str, Outcome]) -> None:
+def test_auto_runs_its_trials_before_the_first_step_and_does_not_change_the_run(runs: dict[str, Outcome]) -> None:
     run = runs["auto"]
     (found,) = run.events("micro_batch")
     assert found["micro_batch"] == 6 and found["trials"] == 4  # 1, 2, 4, 6
@@ -149,7 +149,7 @@ def test_the_largest_size_that_fits_is_found_in_a_few_trials(tmp_path: Path, lim
     assert state.micro_batch == sizing.plan.micro_batch == expected
 
 
-def test_the_size_rises_only_with_auto_and_less_often_after_each_failure(tmp_path: Path) -> None:
+def test_the_micro_batch_grows_only_with_auto_and_less_often_after_each_failure(tmp_path: Path) -> None:
     def steps_until_it_rises(may_rise: bool, failures: int) -> int | None:
         state = TrainState(64, micro_batch=4, memory_failures=failures)
         sizing = MicroBatchSizer(BatchPlan(64, 4, 1), state, tmp_path, may_rise=may_rise, largest=64)
@@ -188,7 +188,7 @@ def test_a_restart_is_free_only_if_the_next_attempt_begins_with_a_smaller_size(t
     assert not sizing.is_new_to_next_attempt(4)
 
 
-def test_auto_finds_no_size_again_that_made_a_restart_necessary(tmp_path: Path) -> None:
+def test_auto_does_not_choose_a_size_again_that_made_a_restart_necessary(tmp_path: Path) -> None:
     run = ["train", TINY, "--nproc", 1, "--micro_batch", "auto", "--output_dir", "run"]
     ended = unisono(*run, "--inject", "oom@rank0:step1:optimizer:x2", cwd=tmp_path)
     assert ended.code == 0, ended.err
@@ -234,7 +234,7 @@ def test_smaller_micro_batches_use_less_memory() -> None:
     assert smaller(8, share=1) is None
 
 
-def test_what_counts_as_out_of_memory() -> None:
+def test_out_of_memory_errors_are_recognised() -> None:
     assert is_out_of_memory(torch.OutOfMemoryError("x"))
     assert is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"))
     assert is_out_of_memory(RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"))
@@ -326,7 +326,7 @@ def test_a_single_process_restarts_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("times", [2, pytest.param(10, marks=pytest.mark.slow)])
-def test_restarts_for_memory_do_not_use_up_the_others(tmp_path: Path, times: int) -> None:
+def test_restarts_for_memory_do_not_count_against_max_restarts(tmp_path: Path, times: int) -> None:
     run = ["train", TINY, "--nproc", 2, "--strategy", "fsdp", "--max_steps", 4, "--save_every", 2, "--max_restarts", 1]
     run += ["--global_batch_size", 2048, "--batch_size", 1024, "--output_dir", "run"]
     # Rank 1 runs out of memory several times in step 3, with half the size each time; later rank 0 dies.
@@ -342,7 +342,7 @@ def test_restarts_for_memory_do_not_use_up_the_others(tmp_path: Path, times: int
     assert len(losses(tmp_path / "run")) == 4
 
 
-def test_no_restart_is_allowed_after_running_out_of_memory_either(tmp_path: Path) -> None:
+def test_max_restarts_0_also_forbids_restarts_for_memory(tmp_path: Path) -> None:
     run = ["train", TINY, "--nproc", 2, "--strategy", "fsdp", "--max_steps", 4, "--max_restarts", 0]
     ended = unisono(*run, "--output_dir", "run", "--inject", "oom@rank1:step2", cwd=tmp_path)
     assert ended.code == 3 and "restarting" not in ended.err
@@ -372,7 +372,7 @@ def test_a_fault_happens_once_over_all_restarts(tmp_path: Path) -> None:
     Injector(parse("error@rank1:step2"), 0, tmp_path / "memory").at("forward", 2)  # another rank's
 
 
-def test_a_fault_of_the_preparation_happens_although_no_step_has_begun(tmp_path: Path) -> None:
+def test_a_fault_can_be_injected_into_the_preparation(tmp_path: Path) -> None:
     injector = Injector(parse("error@rank0:step1:prepare"), 0, tmp_path / "memory")
     with pytest.raises(RuntimeError, match="injected"):
         injector.at("prepare", 0)

@@ -29,18 +29,18 @@ def demand(weights: int, **more: int | bool) -> Demand:
     return Demand.of(trainable_bytes=weights, **values)  # type: ignore[arg-type]
 
 
-def test_a_replica_holds_weights_gradients_optimizer_state_and_average() -> None:
+def test_a_replica_consists_of_weights_gradients_optimizer_state_and_average() -> None:
     assert demand(10).total == 40
     assert demand(10, ema=True).total == 50
     assert demand(10, other_bytes=7, optimizer_slots=1).total == 37, "what is not trained has no gradient"
 
 
 @given(weights=sizes, memory=sizes | st.none())
-def test_one_device_is_single_whatever_its_size(weights: int, memory: int | None) -> None:
+def test_one_device_uses_single_whatever_the_models_size(weights: int, memory: int | None) -> None:
     assert choose_strategy(ranks=1, demand=demand(weights), device_memory=memory)[0] == "single"
 
 
-def test_several_devices_are_ddp_where_everything_fits_and_fsdp_where_it_does_not() -> None:
+def test_several_devices_use_ddp_if_a_replica_fits_and_fsdp_otherwise() -> None:
     strategy, why = choose_strategy(ranks=2, demand=demand(10 * GIB), device_memory=80 * GIB)
     assert strategy == "ddp" and "40.0 GiB of 80.0 GiB per device" in why and "leaves room for activations" in why
     strategy, why = choose_strategy(ranks=2, demand=demand(15 * GIB), device_memory=80 * GIB)
@@ -49,7 +49,7 @@ def test_several_devices_are_ddp_where_everything_fits_and_fsdp_where_it_does_no
     assert choose_strategy(ranks=2, demand=demand(11 * GIB, ema=True), device_memory=80 * GIB)[0] == "fsdp"
 
 
-def test_cpu_ranks_are_ddp() -> None:
+def test_cpu_ranks_use_ddp() -> None:
     strategy, why = choose_strategy(ranks=2, demand=demand(500 * GIB), device_memory=None)
     assert strategy == "ddp" and "on the CPU" in why
 
@@ -84,12 +84,12 @@ class Stacked(nn.Module):
         self.heads = nn.ModuleList(nn.Linear(4, 1) for _ in range(2))
 
 
-def test_the_blocks_are_the_repeated_class_with_most_weights_in_their_order() -> None:
+def test_the_blocks_are_the_modules_of_the_repeated_class_with_most_weights() -> None:
     model = Stacked()
     assert repeated_blocks(model) == list(model.blocks)
 
 
-def test_blocks_of_two_lists_are_found_together() -> None:
+def test_blocks_of_two_lists_are_found() -> None:
     model = nn.ModuleDict({"down": Stacked(2), "up": Stacked(3)})
     assert repeated_blocks(model) == [*model["down"].blocks, *model["up"].blocks]
 
@@ -227,7 +227,7 @@ def on_meta(*names: str) -> nn.ModuleDict:
         return nn.ModuleDict({name: nn.Linear(3, 2) for name in names})
 
 
-def test_weights_from_meta_depend_on_name_and_seed_and_not_on_order() -> None:
+def test_weights_initialised_from_meta_depend_on_name_and_seed_only() -> None:
     forwards, backwards, other = on_meta("a", "b", "c"), on_meta("c", "a", "b"), on_meta("a", "b", "c")
     materialize(forwards, seed=5)
     torch.rand(7)  # whatever was drawn before
@@ -240,7 +240,7 @@ def test_weights_from_meta_depend_on_name_and_seed_and_not_on_order() -> None:
     assert not any(parameter.is_meta for parameter in forwards.parameters())
 
 
-def test_an_initialised_part_is_not_changed() -> None:
+def test_a_module_that_is_already_initialised_is_not_changed() -> None:
     model = on_meta("a")
     model["mine"] = nn.Linear(3, 2)
     before = model["mine"].weight.detach().clone()

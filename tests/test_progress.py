@@ -52,7 +52,7 @@ class Terminal:
 NUMBERS = {"loss": 1.23451, "lr": 3e-4, "samples_per_s": 812.3, "mem_gib": 1.24, "eval/loss": 3.0, "epoch": 2}
 
 
-def test_a_terminal_sees_one_line_rewritten_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_terminal_one_line_is_rewritten_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     terminal = Terminal(120)
     progress = TrainingLine(1000, stream=terminal.stream)
@@ -82,7 +82,7 @@ def test_a_terminal_sees_one_line_rewritten_in_place(monkeypatch: pytest.MonkeyP
         (80, "step 99999/100000  █████████████████████  loss 1.2345  3 skipped  812 samples/s"),
     ],
 )
-def test_a_narrow_terminal_shows_less_and_never_wraps(
+def test_on_a_narrow_terminal_the_line_is_shortened_and_never_wraps(
     columns: int, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TERM", "xterm")
@@ -147,7 +147,7 @@ def test_a_terminal_that_goes_away_does_not_stop_the_run() -> None:
     ("seconds", "text"),
     [(-1, "0s"), (59.4, "59s"), (59.6, "1m00s"), (190, "3m10s"), (7500, "2h05m"), (277_000, "3d04h")],
 )
-def test_durations_are_read_at_a_glance(seconds: float, text: str) -> None:
+def test_durations_are_shown_in_suitable_units(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text
 
 
@@ -201,7 +201,7 @@ def test_a_log_gets_few_lines_however_often_the_work_advances(monkeypatch: pytes
     assert re.fullmatch(r"encoding: [\d,]+ of 1,000,000,000,000 MB in \ds", lines[-1]), lines[-1]
 
 
-def test_nothing_to_do_and_other_ranks_print_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_without_work_and_on_other_ranks_nothing_is_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     lines: list[str] = []
     with (
         progress("encoding", 0, sink=lines.append),
@@ -224,7 +224,7 @@ def test_progress_shows_the_main_ranks_share_of_the_work(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
-def test_an_interrupted_bar_leaves_the_terminal_as_it_was(signum: int) -> None:
+def test_an_interrupted_bar_restores_the_terminal(signum: int) -> None:
     code = """
 import time
 from unisono.observe.progress import progress

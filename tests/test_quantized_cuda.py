@@ -54,7 +54,7 @@ def layer_with(products: Products | None) -> nn.Linear:
 @NEEDS_FP8
 @TOKENS
 @pytest.mark.parametrize("fast", [True, False])
-def test_fp8_products_are_those_of_the_codes(tokens: int, fast: bool) -> None:
+def test_fp8_products_equal_products_of_the_codes(tokens: int, fast: bool) -> None:
     a, b = torch.randn(tokens, 1536, device=GPU), torch.randn(2560, 1536, device=GPU)
     a *= 10.0 ** torch.linspace(-6, 3, tokens, device=GPU)[:, None]
     (a, a_scales), (b, b_scales) = quantised_rows(a, "fp8"), quantised_rows(b, "fp8")
@@ -69,7 +69,7 @@ def test_fp8_products_are_those_of_the_codes(tokens: int, fast: bool) -> None:
 @TOKENS
 @pytest.mark.parametrize("products", KINDS, ids=str)
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_layer_has_the_gradients_of_its_emulation(products: Products, tokens: int, compiled: bool) -> None:
+def test_a_layers_gradients_equal_those_of_its_emulation(products: Products, tokens: int, compiled: bool) -> None:
     x = torch.randn(2, tokens, 1536, device=GPU)
     torch._dynamo.reset()
     layer = layer_with(products)
@@ -86,7 +86,7 @@ def test_a_layer_has_the_gradients_of_its_emulation(products: Products, tokens: 
     not (torch.cuda.is_available() and has_sparse_products(GPU)), reason="needs sparse units and cuSPARSELt"
 )
 @TOKENS
-def test_sparse_products_are_those_of_pruned_weights(tokens: int) -> None:
+def test_sparse_products_equal_those_of_pruned_weights(tokens: int) -> None:
     x = torch.randn(tokens, 1536, device=GPU, dtype=torch.bfloat16)
     weight, bias = torch.randn(2560, 1536, device=GPU).bfloat16(), torch.randn(2560, device=GPU).bfloat16()
     close(sparse_linear(x, pruned(weight), bias, sparse_units=True), x @ pruned(weight).t() + bias, 1e-2)

@@ -54,7 +54,7 @@ def close(actual: Tensor, expected: Tensor, error: float) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_row_is_quantised_on_its_own_and_to_the_nearest_code(name: str) -> None:
+def test_each_row_has_its_own_scale_and_is_rounded_to_the_nearest_code(name: str) -> None:
     values = rows()
     codes, scales = quantised_rows(values, name)
     error, largest = (codes.float() * scales - values).abs(), values.abs().amax(1, keepdim=True)
@@ -73,7 +73,7 @@ def test_a_row_is_quantised_on_its_own_and_to_the_nearest_code(name: str) -> Non
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
-def test_numbers_that_are_not_finite_stay_visible(name: str, bad: float) -> None:
+def test_non_finite_numbers_stay_non_finite(name: str, bad: float) -> None:
     layer = linear(name)
     x = rows(8)
     x[2, 5] = bad
@@ -169,7 +169,7 @@ def test_a_row_of_zero_weights_is_trained(products: Products) -> None:
 
 
 @PRODUCTS
-def test_tokens_of_very_different_size_have_good_gradients(products: Products) -> None:
+def test_tokens_of_very_different_magnitude_have_accurate_gradients(products: Products) -> None:
     """A scale for the whole micro-batch must not erase the tokens whose gradients are small."""
     layer, plain = linear(products), nn.Linear(64, 96)
     plain.load_state_dict(layer.state_dict())
@@ -264,7 +264,7 @@ def test_only_trained_layers_of_blocks_that_fit_are_converted() -> None:
 # Sparse layers
 
 
-def test_the_two_largest_of_every_four_weights_are_kept() -> None:
+def test_pruning_keeps_the_two_largest_of_every_four_weights() -> None:
     weight = torch.tensor([[1.0, -3, 2, 0, 5, 5, 5, -5], [0, 0, 0, 0, -1, -2, -3, -4]])
     assert pruned(weight).tolist() == [[0, -3, 2, 0, 5, 5, 0, 0], [0, 0, 0, 0, 0, 0, -3, -4]]
 
@@ -396,7 +396,7 @@ def test_the_loss_stays_within_the_spread_over_seeds(runs: dict[str, Outcome]) -
         assert abs(float(losses[-10:].mean()) - ends[0]) < max(ends) - min(ends), name
 
 
-def test_a_run_without_layers_that_fit_ends_with_one_line(runs: dict[str, Outcome]) -> None:
+def test_a_model_without_suitable_layers_is_rejected_in_one_line(runs: dict[str, Outcome]) -> None:
     nothing = runs["nothing fits"]
     for rank in nothing.by_rank:
         assert rank["exit_code"] == 2
@@ -407,7 +407,7 @@ def test_a_run_without_layers_that_fit_ends_with_one_line(runs: dict[str, Outcom
     assert not nothing.folder.exists()
 
 
-def test_the_start_names_the_layers_that_stay_as_they_are(capsys: Any, tmp_path: Path) -> None:
+def test_the_banner_names_the_layers_that_are_not_quantised(capsys: Any, tmp_path: Path) -> None:
     class Odd(Sentences):
         def model(self) -> nn.Module:
             model = super().model()

@@ -84,7 +84,7 @@ def test_a_recorded_step_may_not_read_the_clock() -> None:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_metric_with_a_count_of_its_own_is_exact_in_any_layout(name: str, runs: dict[str, Outcome]) -> None:
+def test_a_metric_with_its_own_count_is_exact_in_any_layout(name: str, runs: dict[str, Outcome]) -> None:
     order = Order(20, 0)
     for line in runs[name].steps():
         ids = [order[position] for position in range((line["step"] - 1) * 6, line["step"] * 6)]
@@ -203,7 +203,7 @@ def test_weights_that_fsdp_cannot_shard_are_refused(what: str, told: str, tmp_pa
     assert not (tmp_path / "run").exists()
 
 
-def test_a_value_of_remember_is_checked_by_the_save_that_stores_it(tmp_path: Path) -> None:
+def test_a_remembered_value_is_checked_when_it_is_saved(tmp_path: Path) -> None:
     class ForgetsJson(Tiny):
         """remember() returns JSON at first, and something else for the save of the second step."""
 
@@ -251,7 +251,9 @@ class CouplesInVain(Pairs):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
-def test_a_coupled_loss_that_does_not_fit_is_distinguished_from_a_sample_that_does_not(tmp_path: Path) -> None:
+def test_running_out_of_memory_in_a_coupled_loss_is_distinguished_from_a_sample_that_does_not_fit(
+    tmp_path: Path,
+) -> None:
     with pytest.raises(TrainingFailed, match=r"the loss of a whole global batch .4 samples. does not fit") as caught:
         unisono.train(CouplesInVain, batch_size=2, global_batch_size=4, gpus="0", output_dir=str(tmp_path / "run"))
     assert "global_batch_size" in str(caught.value) and "one sample does not fit" not in str(caught.value)

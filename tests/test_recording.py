@@ -78,7 +78,7 @@ def batch(size: int, **more: Any) -> dict[str, Any]:
     return {"x": torch.arange(float(size)), **more}
 
 
-def test_numbers_in_a_batch_are_never_those_of_the_recording(recorder: Recorder) -> None:
+def test_python_numbers_in_a_batch_are_not_frozen_by_the_recording(recorder: Recorder) -> None:
     captured = recorder.of(total)
     for times in [1] * 6 + [2, 3, 1, True]:
         assert captured(batch(3, times=times)).item() == 3 * times
@@ -95,7 +95,7 @@ def test_inputs_that_cannot_be_copied_into_a_recording_are_rejected(recorder: Re
     assert recorder.recordings == 0
 
 
-def test_micro_batches_of_two_sizes_by_turns_are_recorded(recorder: Recorder) -> None:
+def test_micro_batches_of_two_alternating_sizes_are_recorded(recorder: Recorder) -> None:
     captured = recorder.of(total)
     for _ in range(10):
         for size in (2, 3, 3):
@@ -103,7 +103,7 @@ def test_micro_batches_of_two_sizes_by_turns_are_recorded(recorder: Recorder) ->
     assert recorder.recordings == 1 and recorder.replays >= 17
 
 
-def test_another_size_is_recorded_when_the_first_one_does_not_come_back(recorder: Recorder) -> None:
+def test_a_new_size_is_recorded_if_the_first_one_does_not_recur(recorder: Recorder) -> None:
     captured = recorder.of(total)
     for size in [2] * 10 + [3] * 100:
         assert captured(batch(size)).item() == sum(range(size))
@@ -192,11 +192,11 @@ def test_buffers_that_a_replay_changed_are_still_restored() -> None:
     assert model.calls.item() == 4
 
 
-def test_a_tensor_is_an_ordinary_dataset() -> None:
+def test_a_tensor_can_be_the_dataset() -> None:
     assert not is_resident(torch.zeros(3, 2))
 
 
-def test_a_rate_is_what_recorded_kernels_would_read() -> None:
+def test_a_learning_rate_is_rounded_as_recorded_kernels_read_it() -> None:
     def optimizer(dtype: torch.dtype) -> OptimizerWrapper:
         weights = [("weight", nn.Parameter(torch.ones(2, dtype=dtype)))]
         return OptimizerWrapper(weights, OptimSettings(learning_rate=1e-3), lambda parameters: None, 1.0)
@@ -240,7 +240,7 @@ class Averages(Tiny):
         return Loss(model(batch).sum(), len(batch))
 
 
-def test_a_buffer_that_is_assigned_stays_where_recorded_kernels_read_it() -> None:
+def test_an_assigned_buffer_is_copied_to_where_recorded_kernels_read_it() -> None:
     settings = Settings(parallel=ParallelSettings(strategy="single"))
     placement = Placement(CPU, 0, 1, [CPU], None)
     components = replace(
@@ -260,7 +260,7 @@ def test_a_buffer_that_is_assigned_stays_where_recorded_kernels_read_it() -> Non
     ("settings", "guardable", "stay"),
     [({}, True, True), ({"gradient_as_bucket_view": False}, True, False), ({"static_graph": True}, False, False)],
 )
-def test_ddp_fixes_gradients_only_in_its_buckets(settings: dict[str, Any], guardable: bool, stay: bool) -> None:
+def test_ddp_keeps_fixed_gradients_only_in_its_buckets(settings: dict[str, Any], guardable: bool, stay: bool) -> None:
     strategy = object.__new__(DDP)
     strategy.settings, strategy.guardable = ParallelSettings(**settings), guardable
     assert strategy.fix_gradient_addresses() is stay

@@ -98,7 +98,7 @@ def test_when_a_machine_joins_the_others_save_first(machines: Machines) -> None:
     assert second.describe_change() == "machine 1 joined: continuing from the last checkpoint with 2 machines, 3 ranks"
 
 
-def test_a_machine_that_leaves_is_detected_at_once_and_is_not_a_restart(machines: Machines) -> None:
+def test_a_machine_that_leaves_is_detected_at_once_and_does_not_count_as_a_restart(machines: Machines) -> None:
     host, other = machines.make(0, max_restarts=0), machines.make(1)
     machines.join(host, other)
     other.shutdown()
@@ -184,7 +184,7 @@ def test_a_death_makes_all_machines_regroup_until_no_restart_is_left(machines: M
             machine.result(20)
 
 
-def test_when_all_machines_have_finished_none_waits(machines: Machines) -> None:
+def test_no_machine_waits_after_all_have_finished(machines: Machines) -> None:
     host, other = machines.make(0), machines.make(1)
     machines.join(host, other)
     first = threading.Thread(target=other.finish)
@@ -228,7 +228,7 @@ def test_unknown_clients_are_disconnected(machines: Machines, noise: bytes) -> N
     assert machines.join(host, machines.make(1))[0].machines == [[0, 1], [1, 2]]
 
 
-def test_json_that_is_nested_without_end_ends_the_connection_and_not_the_thread() -> None:
+def test_endlessly_nested_json_closes_the_connection_but_does_not_end_the_thread() -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     stranger = socket.create_connection(listener.getsockname())
     ours, _ = listener.accept()

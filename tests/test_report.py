@@ -291,7 +291,7 @@ def test_the_same_quantities_of_several_groups_share_a_chart_each(tmp_path: Path
     assert {"train", "unseen"} <= set(page.lines())
 
 
-def test_single_and_constant_values_are_a_table_and_not_charts(tmp_path: Path) -> None:
+def test_single_and_constant_values_are_shown_in_a_table(tmp_path: Path) -> None:
     lines = [{"step": step, "loss": 1.0 / step, "lr": 0.001, "mem_gib": 0.5} for step in (10, 20, 30)]
     page = report(made(tmp_path, [*lines, {"step": 30, "eval/mAP": 0.75, "eval/hit": 1.0}]))
     assert len(page.all("svg")) == 1, "the loss alone is a curve"
@@ -307,7 +307,7 @@ def test_the_report_shows_what_training_changed_if_step_0_was_evaluated(tmp_path
     assert "before training" not in report(made(tmp_path / "two", lines[1:])).text
 
 
-def test_the_loss_at_the_top_is_the_one_of_the_chart(tmp_path: Path) -> None:
+def test_the_loss_at_the_top_equals_the_charts(tmp_path: Path) -> None:
     few = [{"step": step, "loss": 1 / step + step % 2} for step in range(1, 30)]
     many = [{"step": step, "loss": 1 / step + step % 2} for step in range(1, 200)]
     for name, lines, label in (("few", few, "loss"), ("many", many, "loss, smoothed")):
@@ -350,7 +350,7 @@ def test_saves_are_counted_not_listed(tmp_path: Path) -> None:
     assert not page.all("time")
 
 
-def test_machines_and_missing_previews_are_sentences_of_the_timeline(tmp_path: Path) -> None:
+def test_the_timeline_mentions_machines_and_missing_previews(tmp_path: Path) -> None:
     joined = {"kind": "machines", "joined": [1], "left": [], "machines": [0, 1]}
     missing = {"kind": "preview_left_out", "step": 3, "rank": 0, "error": "disk full"}
     text = " ".join(report(made(tmp_path, [], [joined, missing])).text.split())
@@ -358,7 +358,7 @@ def test_machines_and_missing_previews_are_sentences_of_the_timeline(tmp_path: P
     assert "no preview rank 0 training continued: disk full" in text
 
 
-def test_a_killed_run_that_went_on_is_a_fault_and_a_stop_by_the_user_is_none(tmp_path: Path) -> None:
+def test_a_kill_counts_as_a_fault_and_a_stop_by_the_user_does_not(tmp_path: Path) -> None:
     start, resume = {"kind": "start", "step": 0, "world": 1}, {"kind": "resume", "step": 40, "world": 1}
     save = {"kind": "save", "step": 40}
     killed = [start, save, {**resume, "repeated": 20}, {"kind": "done", "step": 90}]
@@ -391,7 +391,7 @@ def test_a_killed_run_that_went_on_is_a_fault_and_a_stop_by_the_user_is_none(tmp
         (["start", "stopped", "resume"], "unfinished"),
     ],
 )
-def test_the_status_is_what_happened_last(kinds: list[str], status: str, tmp_path: Path) -> None:
+def test_the_status_is_the_last_event(kinds: list[str], status: str, tmp_path: Path) -> None:
     folder = made(tmp_path, [], [{"kind": kind, "step": 1} for kind in kinds])
     assert status_of(read_run(folder))[0] == status
 
@@ -405,7 +405,7 @@ def test_the_report_of_an_active_run_says_running(tmp_path: Path) -> None:
     assert "unfinished" in report(tmp_path).text
 
 
-def test_previews_are_on_the_page_newest_first_and_within_limits(tmp_path: Path) -> None:
+def test_previews_are_shown_newest_first_and_in_limited_number(tmp_path: Path) -> None:
     folder = made(tmp_path / "run")
     previews = folder / "previews"
     previews.mkdir()
@@ -447,7 +447,7 @@ def test_a_caption_is_shown_below_its_sample(tmp_path: Path) -> None:
     assert names.index("captions.txt") == names.index("samples.png") + 1 < names.index("sample_00.png")
 
 
-def test_named_entries_are_bars_and_what_has_no_order_is_not_joined(tmp_path: Path) -> None:
+def test_named_entries_are_drawn_as_bars(tmp_path: Path) -> None:
     lines = [{"step": 3, "eval/right_by_class": [0.25, 1.0], "eval/of_optimum_by_task": [0.5, 0.75]}]
     page = report(made(tmp_path, lines, labels={"right_by_class": ["cat", "<dog>"], "gone": ["x"], "odd": 3}))
     text = (tmp_path / "report.html").read_text()
@@ -464,14 +464,14 @@ def test_a_run_without_a_single_step_still_has_a_page(tmp_path: Path) -> None:
     assert "Made" in page.text and not page.all("svg") and "Nothing went wrong." in page.text
 
 
-def test_settings_that_differ_come_first_even_after_a_resume(tmp_path: Path) -> None:
+def test_changed_settings_come_first_even_after_a_resume(tmp_path: Path) -> None:
     config = {"log_every": 10, "learning_rate": 0.5, "slope": 3.0}
     page = report(made(tmp_path, config=config, sources=dict.fromkeys(config, "run")))
     said = page.text
     assert said.index("learning_rate") < said.index("slope") < said.index("log_every")
 
 
-def test_a_default_is_what_help_shows_for_the_recipe(tmp_path: Path) -> None:
+def test_defaults_on_the_page_are_those_that_help_shows_for_the_recipe(tmp_path: Path) -> None:
     config = {"log_every": 50, "learning_rate": 0.5, "slope": 3.0, "bend": 1.0}
     sources = {"log_every": "recipe", "learning_rate": "flag", "slope": "file", "bend": "default"}
     defaults = {"log_every": 50, "learning_rate": 0.25, "slope": 2.0, "bend": 1.0}
@@ -492,7 +492,7 @@ def read_back(text: str) -> float:
 @example(999.96e6, 3)
 @example(-20.04, 2)
 @given(st.floats(-1e20, 1e20), st.integers(2, 6))
-def test_a_number_on_the_page_is_the_number_within_the_promised_digits(value: float, digits: int) -> None:
+def test_numbers_on_the_page_are_correct_to_the_digits_shown(value: float, digits: int) -> None:
     text = format_number(value, digits)
     assert abs(read_back(text) - value) <= 0.5001 * 10.0 ** (1 - digits) * abs(value), text
     assert len(text) <= digits + 9
@@ -501,14 +501,14 @@ def test_a_number_on_the_page_is_the_number_within_the_promised_digits(value: fl
 @pytest.mark.parametrize(
     "ends", [(0, 1), (-3.2, 88), (0.1234, 0.1235), (5, 5), (0, 0), (1e-12, 3e-12), (-1e299, 1e299)]
 )
-def test_an_axis_has_few_round_ticks_and_holds_the_values(ends: tuple[float, float]) -> None:
+def test_an_axis_has_few_round_ticks_and_spans_the_values(ends: tuple[float, float]) -> None:
     axis = linear(*ends, 0, 100)
     assert 2 <= len(axis.ticks) <= 12 and len({label for _, label in axis.ticks}) == len(axis.ticks)
     assert all(-1e-6 <= axis.position(value) <= 100 + 1e-6 for value in ends)
 
 
 @pytest.mark.parametrize("ends", [(0.0037, 0.53), (1e-9, 1e9), (0.02, 9.0), (1.0, 100.0), (1e-290, 1e290)])
-def test_a_logarithmic_axis_holds_the_values(ends: tuple[float, float]) -> None:
+def test_a_logarithmic_axis_spans_the_values(ends: tuple[float, float]) -> None:
     axis = logarithmic(*ends, 0, 100)
     assert 2 <= len(axis.ticks) <= 12
     assert all(-1e-6 <= axis.position(value) <= 100 + 1e-6 for value in ends)

@@ -192,7 +192,7 @@ class Pair:
     second: tuple[Points, None]
 
 
-def test_every_leaf_of_a_nested_batch_is_visited_once_in_order_and_containers_stay() -> None:
+def test_every_leaf_of_a_nested_batch_is_visited_once_in_order_and_containers_are_preserved() -> None:
     points = Ordinary(3).points
     batch = {"a": [points, 5], "b": Pair(torch.ones(2), (points, None)), "c": "words"}
     met: list[Any] = []

@@ -34,7 +34,7 @@ RUN = {
 ONE, DDP, FSDP = {"strategy": "single"}, {"strategy": "ddp"}, {"strategy": "fsdp"}
 DOUBLE = {"dtype": "float64"}
 # name -> (world, settings) of an uninterrupted run and of its continuations, and the steps after which these begin.
-# test_every_step_index_between_all_strategies stops after every step, between all strategies.
+# test_a_run_can_change_strategy_at_every_step stops after every step, between all strategies.
 SAME_WORLD = {
     "1 rank": (1, ONE, range(1, STEPS)),
     "2 ranks ddp": (2, DDP | {"dropout": 0.2}, range(1, STEPS)),
@@ -121,7 +121,9 @@ def various(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
 
 
 @pytest.mark.parametrize(("name", "step"), [(name, k) for name, (_, _, ks) in SAME_WORLD.items() for k in ks])
-def test_resumed_on_as_many_ranks_every_bit_is_the_same(same_world: dict[str, Outcome], name: str, step: int) -> None:
+def test_a_run_resumed_on_the_same_number_of_ranks_is_identical_bit_for_bit(
+    same_world: dict[str, Outcome], name: str, step: int
+) -> None:
     run, whole = same_world[f"{name} @{step}"], same_world[name]
     check_continuation(run, whole, step)
     assert run.losses().tolist() == whole.losses().tolist()
@@ -129,7 +131,9 @@ def test_resumed_on_as_many_ranks_every_bit_is_the_same(same_world: dict[str, Ou
 
 
 @pytest.mark.parametrize(("name", "step"), [(name, k) for name, (_, _, _, ks) in OTHER_WORLD.items() for k in ks])
-def test_resumed_on_other_ranks_it_is_the_same_run(other_world: dict[str, Outcome], name: str, step: int) -> None:
+def test_a_run_resumed_on_another_number_of_ranks_is_the_same_run(
+    other_world: dict[str, Outcome], name: str, step: int
+) -> None:
     run, whole = other_world[f"{name} @{step}"], other_world[OTHER_WORLD[name][0]]
     check_continuation(run, whole, step)
     assert float((run.losses() - whole.losses()).abs().max()) < 1e-10
@@ -212,7 +216,7 @@ def test_every_optimizer_resumes_where_it_stopped(various: dict[str, Outcome], n
         ("ddp 3", 3, FSDP),
     ],
 )
-def test_every_step_index_between_all_strategies(
+def test_a_run_can_change_strategy_at_every_step(
     tmp_path: Path, source: str, world: int, settings: dict[str, object]
 ) -> None:
     strategy, ranks = source.split()

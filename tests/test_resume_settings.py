@@ -97,7 +97,7 @@ def test_every_setting_of_a_recipe_is_fixed_or_free_to_change(recipe: str) -> No
     )
 
 
-def test_every_setting_of_the_engine_is_fixed_of_a_start_or_free_to_change() -> None:
+def test_every_setting_of_the_engine_is_fixed_or_belongs_to_a_start_or_is_free_to_change() -> None:
     free = words(FREE_OF_THE_ENGINE)
     classified = [*stored_settings.FIXED, *HAS_ITS_OWN_CHECK, *stored_settings._PER_START, *free]
     assert sorted(classified) == sorted(field.name for field in fields_of(Settings))
@@ -150,7 +150,7 @@ def test_the_data_of_a_wan_run_cannot_change_when_it_is_resumed(
         assert files_of(folder) == before, "exit 2: nothing was written"
 
 
-def test_a_changed_value_in_a_config_file_is_answered_with_the_flag_that_continues(
+def test_the_error_about_a_changed_config_value_names_the_flag_that_continues(
     darkroom_run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "room.yaml").write_text("grid_size: 5\n")
@@ -260,7 +260,7 @@ def test_a_folder_named_like_a_built_in_set_is_not_that_set(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("changed", [{"every": 2}, {"seed": 7}])
-def test_a_branch_in_a_new_folder_is_not_told_to_start_a_new_folder(
+def test_the_error_for_a_branch_in_a_new_folder_does_not_suggest_a_new_folder(
     lines_run: dict[str, Any], tmp_path: Path, changed: dict[str, Any]
 ) -> None:
     own = {name: value for name, value in changed.items() if name == "every"}

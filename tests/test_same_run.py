@@ -111,7 +111,7 @@ def test_ranks_and_accumulation_train_like_one_device(
 
 
 @pytest.mark.parametrize(("world", "strategy", "accumulation"), IN_FLOAT32)
-def test_losses_in_float32_agree_to_rounding(
+def test_float32_losses_agree_up_to_rounding(
     runs: dict[str, Outcome], world: int, strategy: str, accumulation: int
 ) -> None:
     run = runs[cut_up(world, strategy, accumulation) + "?"]
@@ -144,7 +144,7 @@ def test_counts_really_differ_from_rank_to_rank() -> None:
     assert sum(a != b for a, b in counts) >= STEPS - 1
 
 
-def test_each_rank_read_its_share_of_the_order(runs: dict[str, Outcome]) -> None:
+def test_each_rank_reads_its_share_of_the_order(runs: dict[str, Outcome]) -> None:
     order = Order(NUM_SAMPLES, 0)
     expected = [[order[step * 24 + place] for place in range(24)] for step in range(STEPS)]
     assert runs["one device"].read_ids() == expected
@@ -157,7 +157,7 @@ def test_seed_noise_augmentation_and_dropout_do_change_the_run(runs: dict[str, O
     assert float((runs[name].losses() - runs["one device"].losses()).abs().max()) > 1e-4
 
 
-def test_dropout_repeats_at_one_world_size_with_any_number_of_workers(runs: dict[str, Outcome]) -> None:
+def test_dropout_is_reproducible_at_one_world_size_with_any_number_of_workers(runs: dict[str, Outcome]) -> None:
     assert torch.equal(runs["dropout"].losses(), runs["dropout again"].losses())
     assert identical(runs["dropout"].weights(), runs["dropout again"].weights())
 

@@ -68,7 +68,7 @@ def gradients(model: nn.Module) -> list[Tensor]:
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
 
-def test_it_needs_less_memory_than_storing_all_and_fewer_products_than_recomputing_all() -> None:
+def test_selective_recomputing_saves_memory_and_recomputes_fewer_matrix_products() -> None:
     stored, products = {}, {}
     for mode in MODES:
         with Watch() as watch:
@@ -85,7 +85,7 @@ def test_it_needs_less_memory_than_storing_all_and_fewer_products_than_recomputi
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("mode", MODES[1:])
-def test_gradients_do_not_change_by_a_bit(mode: str, dropout: float) -> None:
+def test_selective_recomputing_does_not_change_gradients_at_all(mode: str, dropout: float) -> None:
     expected, actual = gradients(reader("none", dropout)), gradients(reader(mode, dropout))
     assert len(actual) == len(expected) and all(map(torch.equal, actual, expected))
 
@@ -114,7 +114,7 @@ def test_compiled_blocks_store_selectively_too() -> None:
         (["--gradient_checkpointing", "selective"], "selective"),
     ],
 )
-def test_it_is_a_switch_with_one_more_value(flags: list[str], value: object) -> None:
+def test_activation_checkpointing_is_a_switch_with_one_more_value(flags: list[str], value: object) -> None:
     aliases = {"gradient_checkpointing": "activation_checkpointing"}
     resolved = resolve((Settings,), flags=flags, aliases=aliases)
     assert resolved.build(Settings).precision.activation_checkpointing == value
@@ -125,13 +125,13 @@ def test_it_is_a_switch_with_one_more_value(flags: list[str], value: object) -> 
 @pytest.mark.parametrize(
     ("text", "value"), [("yes", True), ("off", False), ("true", True), ("selective", "selective"), ("'true'", True)]
 )
-def test_a_file_may_say_it_too(text: str, value: object, tmp_path: Path) -> None:
+def test_a_config_file_can_request_selective_recomputing(text: str, value: object, tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(f"activation_checkpointing: {text}\n")
     resolved = resolve((Settings,), file=tmp_path / "run.yaml")
     assert resolved.build(Settings).precision.activation_checkpointing is value
 
 
-def test_a_typo_is_named() -> None:
+def test_an_unknown_value_is_rejected_by_name() -> None:
     with pytest.raises(ConfigError, match=r"expected true or false or selective.*did you mean selective\?"):
         resolve((Settings,), flags=["--activation_checkpointing", "selectiv"])
 
@@ -185,7 +185,7 @@ class WithInPlaceLayers(Sentences):
     ("recipe", "why"),
     [(WithOwnKernels, "has its own kernels"), (WithInPlaceLayers, "has in-place layers"), (Sentences, None)],
 )
-def test_blocks_that_cannot_are_recomputed_as_a_whole_with_a_remark(
+def test_unsupported_blocks_are_fully_recomputed_with_a_remark(
     recipe: type[Sentences], why: str | None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     settings = {"gpus": "0", "batch_size": 4, "max_steps": 2}

@@ -155,7 +155,9 @@ def test_duplicate_ids_and_empty_pages_are_reported_or_skipped(tmp_path: Path) -
         ),
     ],
 )
-def test_ms_marco_by_ids(tmp_path: Path, name: str, judged: str, negatives: set[tuple[str, str]]) -> None:
+def test_ms_marco_files_are_read_by_their_ids(
+    tmp_path: Path, name: str, judged: str, negatives: set[tuple[str, str]]
+) -> None:
     write(tmp_path / "collection.tsv", "100\ta\n101\tb\n102\tc\n")
     write(tmp_path / "queries.train.tsv", "5\tfive\n6\tsix\n8\tnobody asked\n")
     file = write(tmp_path / name, judged)
@@ -194,7 +196,7 @@ def test_a_folder_may_have_a_table_for_each_split(tmp_path: Path) -> None:
     assert read_ranking(tmp_path, "test").num_queries == 3
 
 
-def test_a_page_that_answers_is_never_a_negative_of_the_same_query(tmp_path: Path) -> None:
+def test_a_relevant_page_is_never_a_negative_of_the_same_query(tmp_path: Path) -> None:
     ranking = read_ranking(write(tmp_path / "t.tsv", "q\ta\tb\nq\tb\ta\n"))
     assert in_words(ranking) == ({("q", "a", 1.0), ("q", "b", 1.0)}, set())
 
@@ -274,13 +276,13 @@ def test_other_encodings_are_rejected(tmp_path: Path, encoding: str) -> None:
     refused(lambda: read_ranking(path), "not a text file" if encoding == "utf-16-le" else "iconv")
 
 
-def test_a_line_without_an_end_does_not_fill_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endless_line_does_not_fill_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("unisono.recipes.seo.data.lines.MAX_LINE", 1000)
     path = write(tmp_path / "t.tsv.gz", "x" * 5000)
     refused(lambda: list(lines_of(path)), "line 1", "longer than")
 
 
-def test_ids_are_found_by_number_and_the_first_of_equal_ones_counts() -> None:
+def test_ids_are_looked_up_by_number_and_the_first_duplicate_wins() -> None:
     ids = Ids(hashes_of(["b", "a", "b", "c"]))
     assert ids.first.tolist() == [True, True, False, True]
     assert ids.numbers(["a", "b", "c", "d"]).tolist() == [1, 0, 2, -1]
@@ -290,7 +292,7 @@ def test_ids_are_found_by_number_and_the_first_of_equal_ones_counts() -> None:
 # Labels and snippets -------------------------------------------------------------------------------------------------
 
 
-def test_words_and_few_whole_numbers_are_classes_and_others_numbers(tmp_path: Path) -> None:
+def test_words_and_a_few_distinct_integers_are_classes_and_other_numbers_are_regression_targets(tmp_path: Path) -> None:
     words = read_labelled(write(tmp_path / "a.csv", "text,label\none,spam\ntwo,ham\nthree,spam\nfour,ham\n"))
     assert (words.texts, words.labels, words.names) == (["one", "two", "three", "four"], [1, 0, 1, 0], ["ham", "spam"])
     whole = write(tmp_path / "b.csv", "label,text\n" + "".join(f"{n % 3 + 9}.0,page {n}\n" for n in range(9)))
@@ -353,7 +355,7 @@ green </title><META NAME="Description" CONTENT=" All of  it "><link rel="alterna
 <img data-src="b.png"><nav>Menü</nav></body></html>"""
 
 
-def test_a_page_is_read_as_a_visitor_and_a_search_engine_see_it() -> None:
+def test_parse_page_extracts_what_visitors_and_search_engines_see() -> None:
     page = parse_page(PAGE, "a.html")
     assert (page.name, page.title, page.description) == ("a.html", "Red & green", "All of it")
     assert (page.lang, page.canonical, page.encoding, page.problems) == ("en-GB", "https://x.org/a", None, [])
@@ -415,7 +417,7 @@ def test_defects_of_a_page_are_reported_and_never_raised(content: bytes, problem
     assert any(problem in each for each in page.problems), page.problems
 
 
-def test_no_bytes_at_all_make_parse_page_raise() -> None:
+def test_parse_page_never_raises_whatever_the_bytes() -> None:
     random = np.random.RandomState(0)
     for _ in range(300):
         content = bytearray(PAGE.encode())
@@ -426,7 +428,7 @@ def test_no_bytes_at_all_make_parse_page_raise() -> None:
     assert parse_page("<p>half \ud800 a character", "a.html").text.encode()
 
 
-def test_a_page_cannot_name_a_file_of_the_machine(tmp_path: Path) -> None:
+def test_a_page_cannot_refer_to_files_of_the_machine(tmp_path: Path) -> None:
     secret = write(tmp_path / "secret", "the secret")
     content = f'<!DOCTYPE html [<!ENTITY x SYSTEM "file://{secret}">]><html><body><p>a &x; b</p></body></html>'
     assert "the secret" not in parse_page(content, "a.html").text
@@ -460,7 +462,7 @@ def test_the_pages_of_a_folder_come_in_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("end", ["", ".gz"])
-def test_urls_of_a_sitemap_are_files_next_to_it(tmp_path: Path, end: str) -> None:
+def test_urls_of_a_local_sitemap_are_read_from_files_next_to_it(tmp_path: Path, end: str) -> None:
     a_site(tmp_path)
     asked = ["https://x.org/", "https://x.org/blog/post%20one.html?a=1#b", "https://x.org/blog/", "about.htm"]
     asked += ["https://x.org/about", "https://x.org/mirror.html", "https://x.org/"]
@@ -490,7 +492,7 @@ def test_missing_listed_pages_are_reported_or_skipped(tmp_path: Path) -> None:
     assert "gone.html" in said[0]
 
 
-def test_no_list_leads_out_of_its_folder(tmp_path: Path) -> None:
+def test_a_list_cannot_name_files_outside_its_folder(tmp_path: Path) -> None:
     write(tmp_path / "outside.html", "<p>secret")
     inside = a_site(tmp_path / "site")
     (inside / "link.html").symlink_to(tmp_path / "outside.html")
@@ -500,7 +502,7 @@ def test_no_list_leads_out_of_its_folder(tmp_path: Path) -> None:
         pages_of(write(inside / "s.xml", sitemap("https://../outside.html")))
 
 
-def test_a_sitemap_is_xml_without_entities(tmp_path: Path) -> None:
+def test_entities_in_a_sitemap_are_not_expanded(tmp_path: Path) -> None:
     a_site(tmp_path)
     secret = write(tmp_path / "secret", "index.html")
     attack = f'<!DOCTYPE u [<!ENTITY x SYSTEM "file://{secret}">]><urlset><url><loc>&x;</loc></url></urlset>'
@@ -674,11 +676,11 @@ def test_many_texts_take_little_memory(tmp_path: Path, monkeypatch: pytest.Monke
     assert peak < 3 * 2**20, peak
 
 
-def test_nothing_to_fill_is_an_empty_set(tmp_path: Path) -> None:
+def test_a_store_without_texts_is_empty(tmp_path: Path) -> None:
     assert len(open_texts(fill_texts(tmp_path, lambda: [], by_letters, "f", Work(tmp_path)))) == 0
 
 
-def test_a_real_tokenizer_cuts_and_counts(tmp_path: Path) -> None:
+def test_a_real_tokenizer_truncates_and_counts(tmp_path: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -773,7 +775,7 @@ def test_debian_packages_become_queries_and_pages(tmp_path: Path, monkeypatch: p
     refused(lambda: debian.packages(tmp_path / "cache"), debian.PACKAGES_FILE, "damaged")
 
 
-def test_without_apt_or_its_sources_there_is_one_clear_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_apt_or_its_sources_the_error_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     refused(lambda: debian.packages(tmp_path / "cache"), "apt-get is not installed", debian.PACKAGES_FILE)
     monkeypatch.setenv("PATH", str(apt_get(tmp_path, {}, 100)))

@@ -234,7 +234,7 @@ def test_four_gpus_on_a_smaller_machine_give_one_note_and_the_same_effective_bat
     engine.cleanup_multi_gpu()
 
 
-def test_dataparallel_on_one_device_trains_with_the_requested_batch() -> None:
+def test_data_parallel_on_one_device_trains_with_the_requested_batch() -> None:
     two = config(use_multi_gpu=True, num_gpus=2, effective_batch_size=None, save_checkpoints=False)
     engines = AdvancedLLMSEOEngine(two), AdvancedLLMSEOEngine(config(save_checkpoints=False))
     results = [engine.train_with_early_stopping(*loaders(engine)) for engine in engines]
@@ -301,7 +301,7 @@ def test_only_loaders_of_the_engine_are_accepted() -> None:
             engine.train_epoch(loader)  # type: ignore[arg-type]
 
 
-def test_equal_texts_are_in_the_same_part_and_no_text_is_lost() -> None:
+def test_equal_texts_are_in_the_same_split_and_no_text_is_lost() -> None:
     texts = [f"text {number % 12}" for number in range(60)]
     splits = [split_texts(texts, [0] * 60, 0.3, 3), *fold_texts(texts, [0.5] * 60, 4, 3)]
     for train, val in splits:
@@ -324,7 +324,7 @@ def test_splits_and_folds_have_the_same_share_of_each_class() -> None:
         split_texts(texts, classes, 1.5, 0)
 
 
-def test_labels_are_classes_or_numbers() -> None:
+def test_labels_can_be_classes_or_numbers() -> None:
     words = labels_of(["good", "bad", "good", "so so", "bad", "so so"], "auto")
     assert words.names == ["bad", "good", "so so"] and encode(["good"], words) == [1]
     assert labels_of([torch.tensor(1), np.int64(0), True, False], "auto").names == ["0", "1"]
@@ -396,7 +396,7 @@ def test_a_resumed_run_repeats_no_epoch_and_keeps_its_best() -> None:
     again.cleanup_multi_gpu()
 
 
-def test_new_texts_continue_with_the_weights_as_they_are() -> None:
+def test_training_on_new_texts_starts_from_the_current_weights() -> None:
     engine = AdvancedLLMSEOEngine(config())
     first, second = loaders(engine, val_split=0.5)
     engine.train_epoch(first)
@@ -407,7 +407,7 @@ def test_new_texts_continue_with_the_weights_as_they_are() -> None:
         engine.train_epoch(loaders(engine, ["a", "b", "c", "d"], ["x", "y"] * 2)[0])
 
 
-def test_numbers_are_learned_in_their_own_unit() -> None:
+def test_predicted_numbers_have_the_unit_of_the_labels() -> None:
     minutes = [1000.0 + 10 * number for number in range(11)] + [10.0 * number + 0.5 for number in range(11)]
     engine = AdvancedLLMSEOEngine(config(num_epochs=9, lr_scheduler="constant", save_checkpoints=False))
     train, val = loaders(engine, labels=minutes)
@@ -515,7 +515,7 @@ def test_foreign_checkpoints_are_rejected_and_no_file_of_the_user_is_overwritten
 # Analysis -------------------------------------------------------------------------------------------------------------
 
 
-def test_before_training_there_is_no_score_only_checks() -> None:
+def test_before_training_analysis_returns_only_rule_based_checks() -> None:
     engine = AdvancedLLMSEOEngine(SEOConfig())
     analysis = engine.analyze_seo_score("Bread is baked from flour.", ["bread"])
     assert analysis["seo_score"] is None and "not trained yet" in analysis["reason"]
@@ -543,7 +543,7 @@ The stones turn slowly, which keeps the flour cool; the flour keeps its taste th
 before Anna Keller fills it into 25 kg bags for the bakers of the whole valley."""
 
 
-def test_changes_add_nothing() -> None:
+def test_rewriting_adds_no_words() -> None:
     changes = list(proposals(PAGE, ["how long does rye bread keep"]))
     assert {change.kind for change in changes} == {"repetition", "answer first", "split"}
     for change in changes:
@@ -556,7 +556,7 @@ def test_changes_add_nothing() -> None:
     assert list(proposals("Short and good.", ["rye bread"])) == []
 
 
-def test_sentences_that_refer_to_others_stay_in_place() -> None:
+def test_sentences_that_refer_to_other_sentences_are_not_moved() -> None:
     for text in (
         "We bake. A starter is fed daily. It makes rye bread sour.",  # what makes it sour?
         "We bake. The rye bread is sour. It keeps for days.",  # what keeps?
@@ -571,7 +571,7 @@ def test_sentences_that_refer_to_others_stay_in_place() -> None:
 
 
 @pytest.mark.timeout(60)
-def test_a_text_of_thousands_of_sentences_is_fast() -> None:
+def test_rewriting_thousands_of_sentences_is_fast() -> None:
     engine = AdvancedLLMSEOEngine(config())
     equal = "Boil the kettle with vinegar for twenty minutes. "
     [change] = engine.optimize_content(equal * 5000, ["descale a kettle"])["changes"]
@@ -609,7 +609,7 @@ def test_optimizing_with_the_real_ranker_never_lowers_the_score_and_adds_no_word
         engine.optimize_content(PAGE, [])
 
 
-def test_a_change_that_lowers_the_score_is_listed_and_not_kept(trained: AdvancedLLMSEOEngine) -> None:
+def test_a_change_that_lowers_the_score_is_listed_and_reverted(trained: AdvancedLLMSEOEngine) -> None:
     class PrefersLong:
         def scores(self, queries: list[str], pages: list[str]) -> torch.Tensor:
             return torch.tensor([[float(len(page)) for page in pages]])

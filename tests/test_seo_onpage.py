@@ -49,7 +49,7 @@ def prose(number: int, seed: int) -> str:
     return " ".join(drawn.choice(WORDS) for _ in range(number))
 
 
-def test_a_good_page_fails_nothing_and_a_passed_check_has_no_advice() -> None:
+def test_a_good_page_passes_all_checks_and_passed_checks_give_no_advice() -> None:
     checks = checks_of(GOOD)
     assert {name for name, check in checks.items() if not check.passed} == set()
     assert all(check.found and not check.advice for check in checks.values())
@@ -91,7 +91,7 @@ def test_lengths_at_the_limit_pass() -> None:
     assert failing(page) == set()
 
 
-def test_a_page_of_ten_thousand_faults_is_still_one_short_line() -> None:
+def test_a_page_with_ten_thousand_faults_is_summarised_in_one_line() -> None:
     page = GOOD.replace('<img src="x.png" alt="">', '<img src="data:image/png;base64,AAAA' + "A" * 500 + '">' * 10_000)
     check = checks_of(page)["image texts"]
     assert check.failed and len(check.found) < 500
@@ -124,7 +124,7 @@ def test_a_text_in_another_language_gets_no_english_reading_score(language: str)
     assert check.passed is None and "the text is not in English" in check.found
 
 
-def test_terse_english_without_small_words_is_still_english() -> None:
+def test_terse_english_without_function_words_is_recognised() -> None:
     terse = "Boil kettle. Add vinegar. Wait twenty minutes. Rinse twice. Dry kettle. Repeat monthly. Avoid bleach. " * 3
     assert next(check for check in check_text(terse) if check.name == "readability").passed is not None
 
@@ -134,7 +134,7 @@ def test_a_keyword_used_too_often_is_reported_as_repetition() -> None:
     assert "less often" in checks_of(stuffed, "tomatoes")["keyword: tomatoes"].advice
 
 
-def test_readability_is_flesch_by_hand_and_only_for_english() -> None:
+def test_readability_matches_the_flesch_formula_and_is_only_for_english() -> None:
     text = "The cat sat on the mat. The water is cold."  # 10 words, 2 sentences, 11 syllables
     assert reading_ease(text) == pytest.approx(206.835 - 1.015 * 10 / 2 - 84.6 * 11 / 10)
     hard = "Organisational considerations necessitate comprehensive administrative interpretation. " * 20
@@ -147,7 +147,7 @@ def test_readability_is_flesch_by_hand_and_only_for_english() -> None:
     assert checks_of(GOOD.replace(PROSE, hard + f"</p><ul>{menu}</ul><p>"))["readability"].failed
 
 
-def test_syllables_are_counted_about_right() -> None:
+def test_syllables_are_counted_approximately() -> None:
     known = {
         1: "the cat dogs strength make takes liked jumped house great friend time page world cause rules",
         2: "table tables water open little people useful likely wanted boxes changes being going garden nation special",
@@ -161,7 +161,7 @@ def test_syllables_are_counted_about_right() -> None:
     assert num_syllables("2024") == num_syllables("мир") == 1
 
 
-def test_sentences_end_where_a_reader_stops() -> None:
+def test_sentence_boundaries_are_detected() -> None:
     assert num_sentences("One. Two! Three?") == 3
     assert num_sentences("Version 2.13 of a.example is here.") == 1
     assert num_sentences("A heading\n\nA sentence") == 2
@@ -169,12 +169,12 @@ def test_sentences_end_where_a_reader_stops() -> None:
     assert num_sentences("") == 1
 
 
-def test_words_of_any_script_are_words() -> None:
+def test_words_of_any_script_are_recognised() -> None:
     assert words_of("Don't stop: Café-Bar") == ["don't", "stop", "café", "bar"]
     assert words_of("日本語 text") == ["日", "本", "語", "text"]
 
 
-def test_a_plain_text_has_checks_too() -> None:
+def test_plain_text_is_checked_too() -> None:
     checks = {check.name: check for check in check_text(PROSE, ["cat", "dog"])}
     assert checks["text length"].passed and checks["readability"].passed
     assert checks["keyword: cat"].failed and "less often" in checks["keyword: cat"].advice  # one word in six
@@ -182,7 +182,7 @@ def test_a_plain_text_has_checks_too() -> None:
     assert [check.passed for check in check_text("")] == [False, None]
 
 
-def test_links_within_the_site_are_checked_and_others_are_not(tmp_path: Path) -> None:
+def test_only_links_within_the_site_are_checked(tmp_path: Path) -> None:
     (tmp_path / "site" / "blog").mkdir(parents=True)
     (tmp_path / "outside.html").write_text(GOOD)
     for name in ("about.html", "blog/index.html", "ä b.html"):
@@ -220,7 +220,7 @@ def test_duplicate_pages_are_found() -> None:
     assert pages == [1, 4] and 0.8 <= share < 1
 
 
-def test_pages_that_name_the_same_canonical_address_are_no_duplicates() -> None:
+def test_pages_with_the_same_canonical_url_are_not_duplicates() -> None:
     duplicates = Duplicates()
     for canonical in ("https://a.example/1", "https://a.example/1", None, ""):
         duplicates.add(Page("x", title="T", text=prose(100, 1), canonical=canonical))

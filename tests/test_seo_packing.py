@@ -67,7 +67,7 @@ def step(model: Encoder, laid_out: Any) -> tuple[Tensor, dict[str, Tensor]]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("pooling", ["mean", "cls", "last"])
-def test_packed_vectors_and_gradients_equal_those_of_padded_texts(family: str, pooling: str) -> None:
+def test_packing_gives_the_vectors_and_gradients_of_padding(family: str, pooling: str) -> None:
     model = encoder(family, pooling).double()
     vectors, gradients = step(model, grouped(texts(), 1, 2))
     assert read_packed(model.backbone) is None
@@ -95,7 +95,7 @@ def test_attention_gets_no_mask_that_grows_with_the_square_of_all_tokens(monkeyp
     assert seen == [(None, Packed)] * 2
 
 
-def test_dropout_is_drawn_and_drawn_again_when_activations_are_recomputed() -> None:
+def test_recomputed_activations_use_the_same_dropout() -> None:
     model = encoder("Bert", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.5).double()
     read_packed(model.backbone)
     without, _ = step(model, packed(model))
@@ -229,7 +229,7 @@ def test_flash_attention_on_a_gpu_agrees_to_rounding(family: str, pooling: str, 
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_flash_attention_draws_its_dropout_again_when_activations_are_recomputed() -> None:
+def test_recomputed_flash_attention_uses_the_same_dropout() -> None:
     model, found = encoder("Bert", attention_probs_dropout_prob=0.5).cuda().train(), []
     read_packed(model.backbone)
     for recompute in (False, True):

@@ -50,7 +50,7 @@ from unisono.recipes.seo.tasks.matching import (
 
 @pytest.mark.parametrize("number", [1, 2, 3, 5])
 @pytest.mark.parametrize("size", [1, 2, 4, 7])
-def test_texts_are_cut_where_padding_costs_least(size: int, number: int) -> None:
+def test_texts_are_grouped_so_that_padding_is_minimal(size: int, number: int) -> None:
     lengths = np.sort(np.random.default_rng(size * 10 + number).integers(3, 200, size))
 
     def area(parts: list[tuple[int, int]]) -> int:
@@ -64,7 +64,7 @@ def test_texts_are_cut_where_padding_costs_least(size: int, number: int) -> None
 
 
 @pytest.mark.parametrize("number", [2, 3, 4])
-def test_texts_of_few_lengths_are_cut_where_padding_costs_least(number: int) -> None:
+def test_texts_of_few_distinct_lengths_are_grouped_so_that_padding_is_minimal(number: int) -> None:
     lengths = np.sort(np.random.default_rng(number).integers(3, 9, 12))
     parts = _cut(lengths, number)
     ways = itertools.combinations(range(1, 12), number - 1)
@@ -83,7 +83,7 @@ def test_grouping_a_large_batch_is_fast() -> None:
 
 
 @pytest.mark.parametrize("number", [1, 3, 9])
-def test_grouped_texts_are_returned_in_their_order(number: int) -> None:
+def test_results_of_grouped_texts_are_in_the_order_of_the_texts(number: int) -> None:
     texts = [np.full(length, length, dtype=np.int32) for length in (5, 90, 3, 17, 60, 9)]
     groups = grouped(texts, 0, number)
     assert len(groups.ids) == number  # always, even with fewer texts: a sharded model gathers per group
@@ -119,7 +119,7 @@ def test_held_out_queries_are_not_trained_on(table: Path, tmp_path: Path) -> Non
         hold_out(match(data), 10, None, "it")
 
 
-def test_candidates_are_the_relevant_pages_and_others(table: Path) -> None:
+def test_candidates_include_all_relevant_pages(table: Path) -> None:
     whole = match(read_ranking(table))
     _, held_out = hold_out(whole, 2, 5, "it")
     assert len(held_out.candidates) == 5 and set(held_out.relevant.tolist()) <= set(held_out.candidates.tolist())
@@ -242,7 +242,7 @@ def test_the_losses_of_ranges_of_queries_add_up(both_ways: bool) -> None:
     torch.testing.assert_close(torch.autograd.grad(sum(part.total for part in parts), vectors), expected)
 
 
-def test_equal_texts_have_equal_keys_and_others_have_not() -> None:
+def test_only_equal_texts_have_equal_keys() -> None:
     texts = [np.arange(length, dtype=np.int32) for length in range(1, 300)]
     assert len({key_of(text) for text in texts}) == len(texts)
     assert key_of(np.array([1, 2], dtype=np.int64)) == key_of(np.array([1, 2], dtype=np.int32))
@@ -289,7 +289,7 @@ def write_beir(folder: Path, queries: list[str], splits: dict[str, list[int]]) -
     return folder
 
 
-def test_a_held_out_query_is_not_learned_under_another_id(tmp_path: Path) -> None:
+def test_a_held_out_query_with_another_id_is_not_trained_on(tmp_path: Path) -> None:
     texts = [f"query {place % 29}" for place in range(40)]  # eleven of the queries occur twice
     data = write_beir(tmp_path / "data", texts, {"train": list(range(40))})
     task = prepared(tmp_path, data_path=str(data), num_eval=20)
@@ -329,7 +329,7 @@ def test_baselines_belong_to_the_current_held_out_set(table: Path, tmp_path: Pat
         shutil.rmtree(tmp_path / str(len(settings)))
 
 
-def test_hard_candidates_are_of_one_section_however_many_there_are(tmp_path: Path) -> None:
+def test_hard_candidates_come_from_one_section(tmp_path: Path) -> None:
     body = "Words about the package {0} that go on and on, and nothing that another one would say of {0}. " * 4
     packages_ = [
         (f"package{place}", ("net", "math", "net")[place % 3], f"line {place}", body.format(f"thing{place}"))
@@ -366,7 +366,7 @@ def test_small_datasets_hold_out_a_larger_fraction(total: int, number: int) -> N
     assert [bool(few_held_out_remarks(each, "queries")) for each in (0, 29, 30)] == [True, True, False]
 
 
-def test_pages_are_ranked_in_full_precision_also_in_mixed(pairs: Path, tmp_path: Path) -> None:
+def test_pages_are_ranked_in_float32_even_in_mixed_precision(pairs: Path, tmp_path: Path) -> None:
     task = prepared(tmp_path, data_path=str(pairs), num_eval=31)
     data, seen = task.dataset("eval"), list[torch.Tensor]()
     task.metrics["pages"].update = lambda scores, numbers: seen.append(scores)
@@ -417,7 +417,7 @@ def runs(pairs: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Out
 @pytest.mark.parametrize(
     ("one", "other"), [("one", "two"), ("one", "three"), ("one", "unpadded"), ("cross one", "cross two")]
 )
-def test_any_ranks_micro_batches_and_groups_are_the_same_run(one: str, other: str, runs: dict[str, Outcome]) -> None:
+def test_ranks_micro_batches_and_groups_do_not_change_the_run(one: str, other: str, runs: dict[str, Outcome]) -> None:
     first, second = runs[one], runs[other]
     assert first.main.get("status") == second.main.get("status") == "done", (first.main, second.main)
     torch.testing.assert_close(second.losses(), first.losses(), rtol=0, atol=1e-10)
@@ -442,7 +442,7 @@ def test_a_cross_encoder_evaluates_no_more_pairs_at_once_than_a_step_trains(pair
 
 
 @pytest.mark.slow
-def test_a_trained_model_finds_what_words_do_not(tmp_path: Path) -> None:
+def test_a_trained_model_finds_pages_that_share_no_words_with_the_query(tmp_path: Path) -> None:
     """From the command line with two processes, exported to a folder that sentence-transformers loads."""
     pairs = write_ranking(tmp_path / "pairs.jsonl", 1200)
     words = ["train", "seo", "--data_path", pairs, "--model_name", "tiny", "--nproc", "2", "--batch_size", "32"]
@@ -501,7 +501,7 @@ def test_a_loras_checkpoints_do_not_contain_base_weights(pairs: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("cache", [None, "cache"])
-def test_a_runs_tokens_are_found_from_any_folder(
+def test_a_runs_tokens_are_reused_from_any_current_folder(
     cache: str | None, pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -514,7 +514,7 @@ def test_a_runs_tokens_are_found_from_any_folder(
     assert len(recipe.task.texts("pages")[0]) and len(recipe.task.texts("eval_queries")[0])
 
 
-def test_two_texts_are_joined_as_the_tokenizer_would(pairs: Path, tmp_path: Path) -> None:
+def test_text_pairs_are_joined_like_the_tokenizer_joins_them(pairs: Path, tmp_path: Path) -> None:
     recipe = Seo(Config(data_path=str(pairs), model_name="tiny", method="cross", num_eval=10))
     recipe.prepare(Work(tmp_path))
     tokenizer: Any = recipe.task.tokenizer  # type: ignore[attr-defined]

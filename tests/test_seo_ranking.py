@@ -59,7 +59,7 @@ def test_a_small_ranking_matches_a_hand_calculation() -> None:
     assert "Recall@100" not in found  # unknown if only ten pages are kept
 
 
-def test_a_page_below_the_kept_ones_counts_as_missed() -> None:
+def test_a_page_below_the_cutoff_counts_as_missed() -> None:
     scores = [[float(-page) for page in range(30)]]
     found = measured(scores, {0: {5: 1, 20: 1, 999: 1}}, keep=10)
     assert found["Recall@10"] == pytest.approx(1 / 3)
@@ -123,7 +123,7 @@ def test_any_number_of_ranks_and_any_order_of_pages_gives_the_same_metrics(tied:
         assert merged.compute() == whole.compute()
 
 
-def test_a_tie_is_no_advantage_for_the_pages_that_come_first() -> None:
+def test_ties_do_not_favour_the_pages_that_come_first() -> None:
     # A collapsed model gives every page the same score, and the relevant pages have the lowest numbers.
     num_queries, num_pages = 50, 1000
     judged = {query: {query: 1.0} for query in range(num_queries)}
@@ -132,7 +132,7 @@ def test_a_tie_is_no_advantage_for_the_pages_that_come_first() -> None:
     assert sum(1 / place for place in range(1, 11)) / num_queries > by_luck + 0.05  # with ties broken by page number
 
 
-def test_pairs_of_query_and_page_may_come_one_by_one() -> None:
+def test_scores_of_query_page_pairs_can_be_added_one_by_one() -> None:
     scores, judged = random_case(5, num_queries=7, num_pages=60)
     whole = TopPages(judged, 7, keep=20)
     whole.update(scores, torch.arange(60))
@@ -162,7 +162,7 @@ def test_words_are_split_in_any_language() -> None:
 
 
 @pytest.mark.parametrize("sublinear", [False, True])
-def test_tfidf_is_the_cosine_of_scikit_learn(sublinear: bool) -> None:
+def test_tfidf_equals_scikit_learns_cosine_similarity(sublinear: bool) -> None:
     text = pytest.importorskip("sklearn.feature_extraction.text")
     reference = text.TfidfVectorizer(token_pattern=r"(?u)\w+", sublinear_tf=sublinear)
     pages = reference.fit_transform(PAGES)
@@ -192,7 +192,7 @@ def made(num_pages: int) -> tuple[list[str], list[str], dict[int, dict[int, floa
     return queries, pages, {query: {query: 1.0} for query in range(40)}
 
 
-def test_words_find_pages_that_share_them_and_chance_does_not() -> None:
+def test_lexical_baselines_find_pages_that_share_words_and_random_ranking_does_not() -> None:
     queries, pages, judged = made(500)
     found = baselines(queries, pages, judged)
     assert found["tfidf"]["MRR@10"] > 0.9
@@ -202,14 +202,16 @@ def test_words_find_pages_that_share_them_and_chance_does_not() -> None:
     assert baselines(["nowhere"], ["some words"], {0: {0: 1.0}})["bm25"]["MRR@10"] == 0
 
 
-def test_random_orders_give_on_average_what_is_expected_of_them() -> None:
+def test_random_rankings_have_the_predicted_mean_metrics() -> None:
     judged = {query: {0: 1.0, 1: 2.0, 2: 0.0} for query in range(4000)}
     found = measured(np.random.default_rng(0).random((4000, 30)).tolist(), judged)
     for name, expected in by_chance(judged, 30).items():
         assert found[name] == pytest.approx(expected, abs=0.015)
 
 
-def test_baselines_in_blocks_shared_over_ranks_are_those_of_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_baselines_computed_in_blocks_on_several_ranks_equal_those_of_one_block(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     queries, pages, judged = made(103)
     whole = baselines(queries, pages, judged)
     monkeypatch.setattr(lexical, "_BLOCK", 10)
@@ -254,7 +256,7 @@ def test_a_stop_request_ends_the_baselines_without_results() -> None:
     assert baselines(queries, pages, judged, Work(Path(), _asked_to_stop=lambda: True)) == {}
 
 
-def test_more_relevant_pages_are_found_sooner_by_chance() -> None:
+def test_with_more_relevant_pages_random_rankings_score_higher() -> None:
     expected = [by_chance({0: dict.fromkeys(range(count), 1.0)}, 50)["MRR@10"] for count in range(1, 50)]
     assert all(less < more for less, more in pairwise(expected))
     assert by_chance({0: dict.fromkeys(range(50), 1.0)}, 50)["MRR@10"] == 1

@@ -206,9 +206,7 @@ def test_the_folder_of_a_classifier_scores_a_site_by_the_class_that_is_named(
     )
 
 
-def test_a_run_of_the_recipe_is_opened_by_what_it_was_trained_for(
-    site: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_is_opened_according_to_its_task(site: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     rows = [f'"{text} {number}",{len(name)}.{number % 9}' for number in range(8) for name, text in TEXTS.items()]
     (tmp_path / "labelled.csv").write_text("text,label\n" + "\n".join(rows))
     run = tmp_path / "run"
@@ -224,7 +222,7 @@ def test_a_run_of_the_recipe_is_opened_by_what_it_was_trained_for(
     assert "numbers, not classes" in capfd.readouterr().err
 
 
-def test_blocks_do_not_change_the_order() -> None:
+def test_processing_in_blocks_does_not_change_the_order() -> None:
     drawn = np.random.default_rng(0)
     scores = drawn.integers(0, 5, (4, 50)).astype(np.float32)  # with many equals
     scores[0, 7] = np.nan
@@ -531,7 +529,7 @@ def test_redirects_on_the_same_host_are_followed_and_the_servers_encoding_is_use
         ("http://2130706433/", "local network"),  # 127.0.0.1 as one number
     ],
 )
-def test_addresses_that_are_refused(url: str, said: str) -> None:
+def test_private_and_malformed_addresses_are_refused(url: str, said: str) -> None:
     with pytest.raises(Unreadable, match=said):
         Fetcher().get(url)
 

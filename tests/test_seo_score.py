@@ -42,7 +42,7 @@ def one_thread() -> Iterator[None]:
 # The measures -------------------------------------------------------------------------------------------------------
 
 
-def test_auc_and_f1_count_only_classes_that_occur() -> None:
+def test_auc_and_f1_include_only_classes_that_occur() -> None:
     probabilities = np.array([[0.8, 0.1, 0.1], [0.2, 0.7, 0.1], [0.6, 0.3, 0.1], [0.1, 0.8, 0.1]])
     metrics = class_metrics(probabilities, np.array([0, 1, 0, 1]))
     assert metrics["AUC"] == metrics["F1"] == metrics["accuracy"] == 1
@@ -154,7 +154,7 @@ def test_the_isotonic_curve_removes_a_bias() -> None:
     assert found.measured["RMSE_calibrated"] < 2 < found.measured["RMSE"]
 
 
-def test_calibration_handles_few_pages_and_alternating_labels() -> None:
+def test_calibration_works_with_few_pages_and_alternating_labels() -> None:
     plain = Calibration(names=["a", "b"])
     logits = np.tile([[0.0, 4.0], [4.0, 0.0]], (50, 1))
     labels = np.arange(100) % 2  # alternating labels: every other page has the same class
@@ -308,7 +308,7 @@ def test_two_ranks_give_the_metrics_of_one_process(tmp_path: Path) -> None:
         assert told[f"eval/{name}"] == pytest.approx(value, abs=1e-4), name
 
 
-def test_pages_of_similar_length_come_together(classes: Any) -> None:
+def test_pages_of_similar_length_are_batched_together(classes: Any) -> None:
     task, _, _ = classes
     data = task.dataset("train")
     groups = Shapes(data, Order(len(data), 0)).groups(range(256))
@@ -352,7 +352,7 @@ def test_held_out_pages_are_not_trained_on_even_if_a_text_occurs_twice(tmp_path:
     assert not tokens["train"] & tokens["eval"]
 
 
-def test_other_data_to_evaluate_with_has_the_same_classes(tmp_path: Path) -> None:
+def test_a_separate_evaluation_set_uses_the_same_classes(tmp_path: Path) -> None:
     train = write_pages(tmp_path / "train.csv", 80, "class")
     held_out = write_pages(tmp_path / "held_out.csv", 40, "class", seed=1)
     task = prepared(tmp_path, data_path=str(train), eval_data_path=str(held_out))

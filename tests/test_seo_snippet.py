@@ -76,7 +76,7 @@ def trained(task: Snippet, steps: int, learning_rate: float = 3e-3) -> Any:
 # Measures ----------------------------------------------------------------------------------------------------------
 
 
-def test_rouge_l_is_the_share_of_words_in_common_order() -> None:
+def test_rouge_l_is_the_fraction_of_words_in_the_longest_common_subsequence() -> None:
     assert rouge_l("police kill the gunman", "police killed the gunman") == 0.75
     assert rouge_l("the gunman kill police", "police killed the gunman") == 0.5  # Lin's example: the order counts
     assert rouge_l("The CAT, sat!", "the cat sat") == 1.0
@@ -85,7 +85,7 @@ def test_rouge_l_is_the_share_of_words_in_common_order() -> None:
     assert rouge_l("東京の天気", "東京の地図") == pytest.approx(0.6)
 
 
-def test_the_longest_common_sequence_is_that_of_all_subsets() -> None:
+def test_the_longest_common_subsequence_matches_brute_force() -> None:
     from itertools import combinations
 
     random = np.random.default_rng(0)
@@ -257,13 +257,13 @@ def test_pages_of_similar_length_are_batched_and_truncation_is_reported(tmp_path
     assert all(data[number]["target"][-1] == task.tokenizer.eos_token_id for number in range(len(data)))
 
 
-def test_an_encoder_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+def test_an_encoder_is_rejected_before_any_data_is_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="minilm cannot generate text"):
         prepared(tmp_path, "minilm")
     assert not (tmp_path / "prepared").exists()
 
 
-def test_too_many_held_out_are_refused(tmp_path: Path) -> None:
+def test_holding_out_too_many_samples_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"num_eval 32: .* has 32 different pages; some must remain"):
         prepared(tmp_path, num_eval=32)
 
@@ -288,7 +288,7 @@ def test_batched_generation_equals_single_calls_of_transformers(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("kind", ["tiny", "decoder"])
-def test_a_model_that_has_learned_writes_better_than_the_lead(tmp_path: Path, kind: str) -> None:
+def test_a_trained_model_writes_better_snippets_than_the_lead(tmp_path: Path, kind: str) -> None:
     model_name: Any = "tiny" if kind == "tiny" else decoder_folder(tmp_path / "model", width=64)
     task = prepared(tmp_path, model_name)
     model = trained(task, 120)

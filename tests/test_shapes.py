@@ -173,7 +173,7 @@ class Cut:
     micro_batch=st.integers(1, 8),
     world=st.integers(1, 7),
 )
-def test_every_position_counts_once_in_a_micro_batch_of_its_shape_and_step(
+def test_every_position_is_in_one_micro_batch_of_its_shape_and_step(
     shapes: list[Hashable],
     costs: list[float] | None,
     start: int,
@@ -205,7 +205,7 @@ def test_every_position_counts_once_in_a_micro_batch_of_its_shape_and_step(
 
 @settings(max_examples=60, deadline=None)
 @given(size=st.integers(1, 40), global_batch=st.integers(1, 25), micro_batch=st.integers(1, 8), world=st.integers(1, 7))
-def test_data_of_one_shape_is_split_as_if_it_had_none(
+def test_data_of_one_shape_is_split_like_data_without_shapes(
     size: int, global_batch: int, micro_batch: int, world: int
 ) -> None:
     where = {"global_batch": global_batch}
@@ -239,7 +239,7 @@ def sizes_by_turn(data: Cut, world: int, micro_batch: int) -> list[list[str]]:
         ("ppppffff", 1, 1, [["1f"]] * 4 + [["1p"]] * 4),
     ],
 )
-def test_ranks_compute_alike_micro_batches_at_the_same_time(
+def test_ranks_compute_micro_batches_of_similar_cost_at_the_same_time(
     samples: str, world: int, micro_batch: int, expected: list[list[str]]
 ) -> None:
     assert sizes_by_turn(Cut(list(samples), {"f": 20.0, "p": 1.0}), world, micro_batch) == expected
@@ -277,7 +277,7 @@ def test_the_costliest_samples_do_not_always_go_to_the_same_rank() -> None:
     assert all(60 < films.count("f") < 140 for films in chunks)
 
 
-def test_a_rank_without_samples_computes_the_cheapest_of_the_step() -> None:
+def test_a_rank_without_samples_computes_the_cheapest_sample_of_the_step() -> None:
     data = Cut([(5, 5), (9, 9), (2, 2), (9, 9)])
     chunks = [chunk for rank in data.chunks(world=5, micro_batch=1) for chunk in rank]
     (idle,) = [chunk for chunk in chunks if chunk.is_dummy]
@@ -309,12 +309,12 @@ def test_invalid_shapes_and_costs_are_refused(data: Cut, words: str) -> None:
     assert words in str(caught.value)
 
 
-def test_only_a_method_counts_as_shape() -> None:
+def test_only_a_method_named_shape_is_used() -> None:
     assert is_shaped(MixedFilms(3))
     assert not is_shaped(Films(3)) and not is_shaped(torch.ones(3)) and not is_shaped([1, 2])
 
 
-def test_a_trial_takes_the_costliest_micro_batch_of_the_whole_data() -> None:
+def test_a_trial_uses_the_costliest_micro_batch_of_the_dataset() -> None:
     data = Cut([*"pppppppppp", "f", "q", "q", "q", "q", "f"], {"p": 1.0, "q": 4.0, "f": 10.0})
 
     def tried(micro_batch: int, mixed: bool = True, **more: Any) -> list[tuple[list[int], Hashable]]:
@@ -346,7 +346,7 @@ def test_out_of_memory_halves_the_size_that_was_really_tried() -> None:
     assert at_once("pppppp", 2, 8) == 3 and at_once("pppppp", 2, 2) == 2
 
 
-def test_positions_of_a_micro_batch_reach_the_device_as_they_are() -> None:
+def test_positions_of_a_micro_batch_reach_the_device_unchanged() -> None:
     assert positions_tensor((7, 2, 5), CPU).tolist() == [7, 2, 5] and positions_tensor((7, 2), CPU).dtype == torch.int64
     assert positions_tensor(range(3, 6), CPU).tolist() == [3, 4, 5]
 
@@ -552,9 +552,7 @@ def micro_batches(run: Outcome, split: str = "train") -> list[list[list[int]]]:
 
 
 @pytest.mark.parametrize(("world", "strategy", "size"), WAYS)
-def test_mixed_shapes_train_as_one_sample_after_the_other(
-    runs: dict[str, Outcome], world: int, strategy: str, size: int
-) -> None:
+def test_mixed_shapes_train_like_single_samples(runs: dict[str, Outcome], world: int, strategy: str, size: int) -> None:
     run = runs[name_of(world, strategy, size)]
     assert_same(run, runs["nothing known of shapes"])
     calls = micro_batches(run)

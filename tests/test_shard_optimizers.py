@@ -83,7 +83,7 @@ def schedule_free_reference(parameters: Iterable[nn.Parameter]) -> Any:
     ],
     ids=["adafactor", "prodigy", "schedule_free_adamw"],
 )
-def test_each_step_is_the_published_one(ours: Make, reference: Make, steps: int) -> None:
+def test_each_step_equals_the_published_optimizers(ours: Make, reference: Make, steps: int) -> None:
     (model, _, losses), (other, _, expected) = trained(ours, steps), trained(reference, steps)
     assert difference(model, other) < 1e-9
     assert losses == pytest.approx(expected, rel=1e-6) and losses[-1] < 0.5 * losses[0]
@@ -115,14 +115,14 @@ def test_the_schedule_free_average_is_what_the_reference_evaluates() -> None:
 
 
 @pytest.mark.parametrize(("bits", "within"), [(8, 1.1), (4, 2.5)])
-def test_few_bits_learn_as_32_do(bits: int, within: float) -> None:
+def test_low_bit_optimizers_learn_like_32_bit_ones(bits: int, within: float) -> None:
     plain = trained(lambda weights: torch.optim.AdamW(weights, lr=1e-2), 50, torch.float32)[2]
     compressed = trained(lambda weights: LowBitAdamW(weights, bits, lr=1e-2), 50, torch.float32)[2]
     assert compressed[-1] < within * plain[-1] < 0.05 * plain[0]
 
 
 @pytest.mark.parametrize(("bits", "bytes_per_weight"), [(8, 2.1), (4, 1.1)])
-def test_few_bits_take_little_memory(bits: int, bytes_per_weight: float) -> None:
+def test_low_bit_optimizers_use_little_memory(bits: int, bytes_per_weight: float) -> None:
     weight = nn.Parameter(torch.randn(512, 1024))
     weight.grad = torch.randn_like(weight)
     optimizer = LowBitAdamW([weight], bits)
@@ -218,7 +218,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
 
 @pytest.mark.parametrize("where", ["2 ddp", "2 fsdp", "3 fsdp"])
 @pytest.mark.parametrize("name", NAMES)
-def test_any_ranks_and_shards_give_the_same_run(runs: dict[str, Outcome], name: str, where: str) -> None:
+def test_ranks_and_shards_do_not_change_the_run(runs: dict[str, Outcome], name: str, where: str) -> None:
     one, other = runs[f"{name} on 1"], runs[f"{name} on {where}"]
     assert largest_difference(one.weights(), other.weights()) < 1e-9
     assert largest_difference(one.weights(3), one.weights()) > 1e-7, "it has learned nothing"
@@ -374,7 +374,9 @@ def test_defaults_follow_from_the_optimizer(tmp_path: Path) -> None:
         ({"beta1": 0.0}, "beta1, which must be above 0"),
     ],
 )
-def test_what_schedule_free_replaces_is_refused(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_settings_that_schedule_free_replaces_are_rejected(
+    settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match=message):
         unisono.train(
             Sentences,
@@ -413,7 +415,7 @@ class AwareOfShards(Sentences):
         return LowBitAdamW(list(parameters), 8, shards=self.shards)
 
 
-def test_a_recipes_own_optimizer_must_know_the_shards(tmp_path: Path) -> None:
+def test_a_recipes_own_optimizer_must_support_shards(tmp_path: Path) -> None:
     common = {"global_batch_size": 4, "max_steps": 2, "strategy": "fsdp"}
     done = many_runs(
         [

@@ -90,7 +90,7 @@ def test_an_undamaged_run_continues_from_its_newest_checkpoint(resumed: Any) -> 
     assert json.loads((root / "none" / "run.json").read_text())["starts"][-1]["from_step"] == 4
 
 
-def test_files_are_shared_by_bytes_and_in_the_order_of_the_ranks() -> None:
+def test_files_are_divided_among_ranks_by_size() -> None:
     files = {f"shard-{number:05d}": FileEntry(1000, "") for number in range(8)} | {"state.json": FileEntry(3, "")}
     shares = [share_of_files(files, rank, 8) for rank in range(8)]
     assert shares == [[f"shard-{number:05d}"] for number in range(7)] + [["shard-00007", "state.json"]]

@@ -249,7 +249,7 @@ def test_the_signal_must_come_before_the_time_limit() -> None:
     ("time", "seconds"),
     [("30", 1800), ("30:15", 1815), ("24:00:00", 86400), ("2-12", 216000), ("1-0:30", 88200), ("1-1:1:1", 90061)],
 )
-def test_time_limits_as_slurm_reads_them(time: str, seconds: int) -> None:
+def test_time_limits_are_parsed_as_slurm_parses_them(time: str, seconds: int) -> None:
     assert seconds_of(time) == seconds
 
 

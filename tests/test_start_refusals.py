@@ -47,14 +47,14 @@ def train(folder: Path, **settings: Any) -> Any:
         (["--micro_batch", "0"], "micro_batch: expected at least 1, got 0"),
     ],
 )
-def test_a_number_out_of_range_is_answered_with_the_range(flags: list[str], message: str, tmp_path: Path) -> None:
+def test_an_error_about_a_number_out_of_range_gives_the_range(flags: list[str], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         unisono.engine.start.run.start(Tiny, configure(Tiny, flags=[*flags, "--output_dir", str(tmp_path / "run")]))  # type: ignore[attr-defined]
     assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("name", ["batch_size", "global_batch_size"])
-def test_a_step_that_reads_the_data_again_and_again_is_refused_with_numbers(name: str, tmp_path: Path) -> None:
+def test_a_global_batch_of_many_epochs_is_rejected_with_numbers(name: str, tmp_path: Path) -> None:
     began = time.monotonic()
     with pytest.raises(ConfigError, match=r"step of 4,294,967,296 samples would read the dataset \(24 samples\) 178,9"):
         train(tmp_path / "run", **{name: 2**32})
@@ -180,5 +180,5 @@ def test_an_endpoint_that_no_machine_can_find_is_refused(endpoint: str) -> None:
 
 
 @pytest.mark.parametrize(("text", "answer"), [("12", True), ("²", False), ("9" * 5000, False), ("-1", False)])
-def test_the_number_of_a_step_has_plain_digits(text: str, answer: bool) -> None:
+def test_a_step_number_must_consist_of_ascii_digits(text: str, answer: bool) -> None:
     assert is_step(text) is answer

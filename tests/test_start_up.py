@@ -371,7 +371,7 @@ def peak_of_a_start(strategy: str) -> float:
             return (max(notes) - notes[0]) / recipe.num_bytes
 
 
-def test_four_sharded_ranks_hold_hardly_more_than_one_model_while_they_start() -> None:
+def test_four_sharded_ranks_together_use_little_more_memory_than_one_model_at_the_start() -> None:
     peak = run_ranks("peak_of_a_start", __file__, 4, {"strategy": "fsdp"})[0]
     assert 0.9 < peak < 1.2, f"{peak:.2f} copies of the model"
 
@@ -409,7 +409,7 @@ class OneFile:
         return self.file.rows(name, start, stop)
 
 
-def test_a_load_holds_only_pieces_of_weights_in_host_memory(tmp_path: Path) -> None:
+def test_loading_reads_weights_into_host_memory_in_pieces(tmp_path: Path) -> None:
     file = tmp_path / "weights.safetensors"
     save_file({f"{n}.weight": torch.randn(rows, 4096).bfloat16() for n, rows in enumerate((15360, 1024))}, file)
     [found] = run_ranks("peak_of_a_load", __file__, 1, {"file": str(file)})

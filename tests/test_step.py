@@ -170,7 +170,7 @@ def test_a_non_finite_step_is_skipped_by_all_and_changes_nothing(runs: dict[str,
     assert not math.isfinite(float(event["loss"])) or not math.isfinite(float(event["grad_norm"]))
 
 
-def test_skipping_is_the_same_on_any_ranks(runs: dict[str, Outcome]) -> None:
+def test_skipping_does_not_depend_on_the_number_of_ranks(runs: dict[str, Outcome]) -> None:
     for world, strategy in PLACES[1:]:
         run = runs[f"nan {world} {strategy}"]
         assert largest_difference(run.weights(prefix=""), runs["nan 1 single"].weights(prefix="")) < 1e-10
@@ -225,7 +225,7 @@ def test_buffers_are_restored_on_the_device_without_a_host_sync() -> None:
         assert changed == (set() if step % 2 else set(before) - {"table"})
 
 
-def test_no_good_step_yet_ends_the_run_on_all_ranks(runs: dict[str, Outcome]) -> None:
+def test_a_run_without_any_finite_step_ends_on_all_ranks(runs: dict[str, Outcome]) -> None:
     for outcome in runs["nan at first"].by_rank:
         assert outcome["exit_code"] == 3
         assert "step 1" in outcome["error"] and "before any step succeeded" in outcome["error"]
@@ -240,7 +240,7 @@ def test_too_many_skipped_steps_in_a_row_end_the_run_on_all_ranks(runs: dict[str
     assert allowed.main["step"] == 6 and allowed.state()["skipped"] == 3
 
 
-def test_the_command_says_why_it_stopped_and_exits_with_3(tmp_path: Path) -> None:
+def test_a_failed_run_prints_the_reason_and_exits_with_3(tmp_path: Path) -> None:
     flags = {"nan_ids": ids_of_step(1)[0], "output_dir": tmp_path / "run", "gpus": 0} | RUN
     words = [word for name, value in flags.items() for word in (f"--{name}", value)]
     recipe = f"{Path(__file__).with_name('recipes_for_tests.py')}:Sentences"
@@ -252,7 +252,7 @@ def test_the_command_says_why_it_stopped_and_exits_with_3(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 @pytest.mark.parametrize(("world", "strategy"), [(1, "single"), (2, "ddp"), (2, "fsdp")])
-def test_mixed_precision_trains_like_float32_to_its_rounding(
+def test_mixed_precision_trains_like_float32_up_to_rounding(
     runs: dict[str, Outcome], world: int, strategy: str, precision: str
 ) -> None:
     run, plain = runs[f"{precision} {world} {strategy}"], runs["float32 plain"]

@@ -60,27 +60,27 @@ def operations(line: dict[str, Any]) -> float:
 
 
 @pytest.mark.parametrize("name", ["one", "micro-batches", "recomputed", "ddp", "fsdp"])
-def test_every_layout_counts_the_same_operations(name: str, runs: dict[str, Outcome]) -> None:
+def test_every_layout_counts_the_same_flops(name: str, runs: dict[str, Outcome]) -> None:
     """Those of the model: recomputed activations are not among them."""
     assert runs[name].main.get("status") == "done", runs[name].main
     for line in runs[name].steps():
         assert operations(line) == pytest.approx(Layers.OPERATIONS * SAMPLES, rel=1e-2)
 
 
-def test_a_rank_without_samples_has_no_useful_operations(runs: dict[str, Outcome]) -> None:
+def test_a_rank_without_samples_has_no_useful_flops(runs: dict[str, Outcome]) -> None:
     line = runs["uneven"].steps()[-1]
     assert sorted(utilization > 0 for utilization in line["mfu_by_rank"]) == [False, True, True]
     assert operations(line) == pytest.approx(Layers.OPERATIONS * 2, rel=1e-2)
     assert line["mfu"] == pytest.approx(sum(line["mfu_by_rank"]) / 3)
 
 
-def test_a_recipes_own_formula_counts(runs: dict[str, Outcome]) -> None:
+def test_a_recipes_own_flops_formula_is_used(runs: dict[str, Outcome]) -> None:
     for line in runs["formula"].steps():
         assert operations(line) == pytest.approx(1e6 * SAMPLES, rel=1e-3)
 
 
 @pytest.mark.parametrize(("formula", "counted"), [(7.0, 7.0 * SAMPLES), (0.0, None)])
-def test_of_compiled_code_only_the_recipe_knows_the_operations(formula: float, counted: float | None) -> None:
+def test_flops_of_compiled_code_come_from_the_recipe_only(formula: float, counted: float | None) -> None:
     """A dispatch mode would make it run uncompiled, with other rounding than in the other steps."""
     batch = torch.zeros(SAMPLES, 4)
     micro = SimpleNamespace(is_dummy=False, data=batch)
@@ -128,7 +128,7 @@ def test_functions_that_a_recipe_compiles_stay_compiled(formula: float | None, c
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
-def test_layers_with_their_own_autograd_functions_count_once(recomputes: bool) -> None:
+def test_flops_of_layers_with_custom_autograd_functions_count_once(recomputes: bool) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(64, 64).requires_grad_(False))
     quantize(model, ["0"], "int8")
     counter, x = _Counter(), torch.randn(4, 64, requires_grad=True)
@@ -139,7 +139,7 @@ def test_layers_with_their_own_autograd_functions_count_once(recomputes: bool) -
     assert counter.flops == 2 * (2 * 4 * 64 * 64)
 
 
-def test_ranks_that_carry_a_sample_together_share_its_operations() -> None:
+def test_ranks_that_share_a_sample_share_its_flops() -> None:
     micro: Any = SimpleNamespace(is_dummy=False, data=torch.ones(2, 3))
     recipe = Layers(Layers.Config(formula=12.0))
     expected = recipe.flops(micro.data)
@@ -228,7 +228,7 @@ def test_a_gpu_that_nvml_does_not_know_has_no_load(monkeypatch: pytest.MonkeyPat
     assert load.take() == {}
 
 
-def test_the_progress_line_shows_them() -> None:
+def test_the_progress_line_shows_mfu_and_gpu_load() -> None:
     stream = io.StringIO()
     TrainingLine(10, stream=stream).update(
         step=1, loss=1.0, mfu=0.4321, comm_ms=5.0, step_ms=50.0, gpu_util=0.97, gpu_power_w=651.4
@@ -236,7 +236,7 @@ def test_the_progress_line_shows_them() -> None:
     assert all(text in stream.getvalue() for text in ["MFU 43.2%", "10% communication", "GPU 97% 651 W"])
 
 
-def test_many_ranks_are_summarised_and_not_listed() -> None:
+def test_many_ranks_are_summarised() -> None:
     """A line with the numbers of 4,096 ranks would have 200 kB."""
     world = MAX_RANKS_LISTED + 1
     ranks = [
@@ -274,7 +274,7 @@ def test_a_straggler_among_thousands_of_ranks_is_found_in_milliseconds() -> None
 @pytest.mark.parametrize(
     ("latent", "tera"), [((1, 16, 1, 64, 64), 3.0), ((1, 16, 1, 128, 128), 13.9), ((1, 16, 21, 60, 104), 283)]
 )
-def test_the_formula_of_wan_gives_the_published_operations(latent: tuple[int, ...], tera: float) -> None:
+def test_wans_flops_formula_gives_the_published_numbers(latent: tuple[int, ...], tera: float) -> None:
     config = {"patch_size": (1, 2, 2), "num_attention_heads": 12, "attention_head_dim": 128}
     config |= {"ffn_dim": 8960, "num_layers": 30}
     assert forward_flops(config, latent, 512) / 1e12 == pytest.approx(tera, rel=0.02)

@@ -39,7 +39,7 @@ def frames(lines: list[str]) -> list[str]:
     return [re.sub(r'.*/(\S+)", line \d+, in (\S+)', r"\1 \2", line) for line in lines if line.startswith("  File ")]
 
 
-def test_a_recipes_bug_fits_on_one_screen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_traceback_of_a_recipes_bug_fits_on_one_screen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", BUGGY, "--output_dir", str(tmp_path / "run")]) == 3
     lines = shown_traceback(capsys.readouterr().err)
     assert frames(lines) == [
@@ -56,7 +56,9 @@ def test_a_recipes_bug_fits_on_one_screen(tmp_path: Path, capsys: pytest.Capture
     assert not (tmp_path / "run").exists(), "a bug before the first step leaves nothing in the run's folder"
 
 
-def test_chains_and_recursions_fit_on_one_screen_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tracebacks_of_chained_and_recursive_errors_fit_on_one_screen(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = str(tmp_path / "run")
     assert main(["train", BUGGY, "--output_dir", folder, "--bug", "recursion"]) == 3
     lines = shown_traceback(capsys.readouterr().err)
@@ -113,7 +115,7 @@ def test_a_bug_in_unisono_shows_every_frame() -> None:
         assert error.__traceback__ is before
 
 
-def test_the_owner_of_a_frame() -> None:
+def test_each_frame_is_attributed_to_the_recipe_torch_or_unisono() -> None:
     for module, owner in (
         (tracebacks, "unisono"),
         (re, "library"),

@@ -81,7 +81,7 @@ def assert_identical(run: Outcome, reference: Outcome) -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_run_with_trained_blocks_on_the_host_is_to_the_bit_the_run_without(
+def test_a_run_with_trained_blocks_on_the_host_equals_the_run_without_bit_for_bit(
     runs: dict[str, Outcome], name: str
 ) -> None:
     for num in (2, BLOCKS):
@@ -299,7 +299,7 @@ def test_compiled_blocks_train_like_eager_ones(device: str, recompute: bool) -> 
         torch._dynamo.reset()
 
 
-def test_unused_weights_keep_no_gradient_and_do_not_decay() -> None:
+def test_unused_weights_have_no_gradient_and_do_not_decay() -> None:
     training = Training(6, "cpu", 8, recompute=False)
     before = training.state()
     training.step()
@@ -319,7 +319,7 @@ def test_reading_the_averages_between_steps_changes_nothing() -> None:
     assert identical(looked.state(), other.state())
 
 
-def test_the_gradient_buffers_are_two_however_many_blocks_and_micro_batches() -> None:
+def test_there_are_two_gradient_buffers_however_many_blocks_and_micro_batches() -> None:
     training = Training(6, "cpu", 8, recompute=True)
     for _ in range(2):
         training.step(micro_batches=3)

@@ -168,7 +168,7 @@ def test_a_record_that_cannot_be_written_is_one_line_and_leaves_no_draft(
 
 
 @pytest.mark.parametrize(("names", "ranks"), [("later", 1), ("by_rank", 2)])
-def test_metrics_that_change_their_names_are_a_mistake_and_no_hang(folder: Path, names: str, ranks: int) -> None:
+def test_changing_metric_names_raise_an_error_instead_of_a_hang(folder: Path, names: str, ranks: int) -> None:
     ended = train(folder, f"names-{names}", "--max_steps", "6", "--names", names, "--nproc", ranks)
     assert ended.code == 2 and "metrics" in ended.err and "keep their names" in ended.err
 
@@ -181,7 +181,7 @@ def test_random_numbers_drawn_while_a_recipe_is_built_are_the_same_at_every_star
 
 
 @pytest.mark.slow
-def test_batch_norm_resumes_to_the_bit_on_two_ranks(folder: Path) -> None:
+def test_batch_norm_resumes_bit_for_bit_on_two_ranks(folder: Path) -> None:
     flags = ["--nproc", "2", "--deterministic", "--eval_every", "-1"]
     assert train(folder, "whole", *flags, "--max_steps", "4").code == 0
     assert train(folder, "parts", *flags, "--max_steps", "3").code == 0
@@ -213,7 +213,7 @@ def test_tied_weights_on_meta_stay_tied() -> None:
     assert model[0].weight is model[1].weight and not model[0].weight.is_meta
 
 
-def test_blocks_of_a_kind_share_one_class_so_that_one_compilation_serves_all() -> None:
+def test_blocks_of_one_kind_share_a_class_and_are_compiled_once() -> None:
     blocks = [nn.Linear(2, 2) for _ in range(3)]
     for block in blocks:
         recompute_activations(block)

@@ -102,7 +102,7 @@ def test_an_invariant_recipe_is_the_same_run_on_one_and_two_ranks(tmp_path: Path
 
 
 @pytest.mark.parametrize("recipe", ["Mean", "Normed"])
-def test_a_recipe_that_depends_on_the_micro_batch_is_found_with_its_first_weight(
+def test_the_first_differing_weight_of_a_recipe_that_depends_on_the_micro_batch_is_named(
     run_verify: Verify, recipe: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Also with one rank, where only micro-batches can differ."""
@@ -113,7 +113,7 @@ def test_a_recipe_that_depends_on_the_micro_batch_is_found_with_its_first_weight
     assert code == 1 and named is not None and re.fullmatch(r"[012]\.(weight|bias|running_\w+)", named[1])
 
 
-def test_with_one_rank_there_is_always_a_second_way_of_splitting_the_batch(run_verify: Verify) -> None:
+def test_verify_with_one_rank_compares_another_split_into_micro_batches(run_verify: Verify) -> None:
     for batch in range(1, 60):
         plan = VerifyPlan((1,), 5, ("ddp",), "float64")
         first, second = variants(plan, uneven_batch(batch, (1,)))
@@ -126,7 +126,7 @@ def test_with_one_rank_there_is_always_a_second_way_of_splitting_the_batch(run_v
 
 
 @pytest.mark.parametrize("recipe", ["Unrepeatable", "OrderOfASet"])
-def test_a_recipe_that_is_not_repeatable_is_distinguished_from_one_that_depends_on_ranks(
+def test_a_nondeterministic_recipe_is_distinguished_from_one_that_depends_on_ranks(
     run_verify: Verify, recipe: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     verdict = run_verify(recipe)
@@ -146,7 +146,7 @@ def test_state_that_the_forward_pass_changes_is_named_among_the_causes(
     assert code == 1 and "forward pass" not in text
 
 
-def test_metrics_are_compared_and_those_that_never_repeat_are_named(
+def test_metrics_are_compared_and_nondeterministic_ones_are_named(
     run_verify: Verify, capsys: pytest.CaptureFixture[str]
 ) -> None:
     verdict = run_verify("CountsCalls", ranks=(1,))
@@ -211,7 +211,7 @@ def test_runs_of_verify_do_not_affect_each_other(run_verify: Verify) -> None:
     assert len(verdict.results) == 7 and all(result.same for result in verdict.results), verdict
 
 
-def test_a_mistake_is_refused_before_anything_is_announced(run_verify: Verify, tmp_path: Path) -> None:
+def test_an_invalid_call_is_rejected_before_anything_else_is_printed(run_verify: Verify, tmp_path: Path) -> None:
     told: list[str] = []
     with pytest.raises(UserError, match='dataset\\("train"\\) is empty'):
         run_verify("Empty", told=told)

@@ -68,12 +68,12 @@ def test_a_lora_gets_the_gradients_that_peft_computes(base: str) -> None:
     assert_same(trained(fast(plain), mixed=False), trained(plain, mixed=False), 1e-5 if DEVICE == "cpu" else 1e-2)
 
 
-def test_in_16_bit_the_gradients_agree_to_rounding() -> None:
+def test_in_16_bit_the_gradients_agree_up_to_rounding() -> None:
     plain = model("plain")
     assert_same(trained(fast(plain), mixed=True), trained(plain, mixed=True), 6e-2)
 
 
-def test_layers_without_a_lora_beside_layers_with_one() -> None:
+def test_layers_with_and_without_a_lora_can_be_mixed() -> None:
     plain = model("plain", targets=["to_q", "ffn.net.2"])
     ours, theirs = trained(fast(plain), mixed=False), trained(plain, mixed=False)
     for name, expected in theirs.items():
@@ -115,7 +115,7 @@ def _saved(transformer: Any) -> int:
     return sum(storage.nbytes() for storage in saved.values())
 
 
-def test_layers_that_do_more_than_a_plain_lora_stay_pefts() -> None:
+def test_layers_that_do_more_than_a_plain_lora_use_pefts_implementation() -> None:
     transformer = model("plain")
     layer = transformer.blocks[0].attn1.to_q
     assert is_adapted(layer)

@@ -100,7 +100,7 @@ def test_a_text_encoder_that_would_load_code_is_refused(model: Path, config: dic
         TextEncoder.load(model / "tokenizer", model / "text_encoder", torch.bfloat16)
 
 
-def test_an_adapter_beside_the_text_encoder_is_refused(model: Path) -> None:
+def test_an_adapter_in_the_text_encoders_folder_is_rejected(model: Path) -> None:
     (model / "text_encoder/adapter_config.json").write_text(
         '{"peft_type": "LORA", "base_model_name_or_path": "/other"}'
     )
@@ -108,7 +108,7 @@ def test_an_adapter_beside_the_text_encoder_is_refused(model: Path) -> None:
         TextEncoder.load(model / "tokenizer", model / "text_encoder", torch.bfloat16)
 
 
-def test_code_beside_a_tokenizer_is_never_run(model: Path, tmp_path: Path) -> None:
+def test_code_in_a_tokenizers_folder_is_never_run(model: Path, tmp_path: Path) -> None:
     (model / "tokenizer/evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     edit(model / "tokenizer/tokenizer_config.json", auto_map={"AutoTokenizer": [None, "evil.T"]}, tokenizer_class="T")
     with pytest.raises(ConfigError, match="cannot be loaded"):
@@ -202,7 +202,7 @@ def test_a_pack_with_an_inconsistent_header_is_ignored(tmp_path: Path, entry: di
     assert set(Packs(tmp_path).find()) == {"good"}
 
 
-def test_a_note_in_the_cache_cannot_write_to_the_terminal(tmp_path: Path) -> None:
+def test_text_in_the_cache_cannot_send_escape_sequences_to_the_terminal(tmp_path: Path) -> None:
     (tmp_path / "key.json").write_text(json.dumps({"why": "\x1b[31m\ntwo lines"}))
     why = BadFiles(tmp_path).reason("key")
     assert why is not None and why.isprintable()

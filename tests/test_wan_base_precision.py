@@ -83,7 +83,7 @@ def runs(root: Path) -> dict[str, Outcome]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_lora_trained_on_few_bits_is_exported_like_any_other(
+def test_a_lora_trained_on_a_quantised_base_is_exported_like_any_other(
     name: str, root: Path, runs: dict[str, Outcome], tmp_path: Path
 ) -> None:
     run, exact = runs[f"lora {name}"], runs["lora auto"]
@@ -100,7 +100,7 @@ def test_a_lora_trained_on_few_bits_is_exported_like_any_other(
     assert identical({"": next(iter(loaded.values())).weight.detach()}, {"": trained}) and trained.abs().max() > 0
 
 
-def test_a_lora_trains_alike_on_shards_and_after_a_resume(runs: dict[str, Outcome]) -> None:
+def test_a_lora_trains_the_same_on_shards_and_after_a_resume(runs: dict[str, Outcome]) -> None:
     one, two = runs["lora nf4"], runs["lora, 2 ranks"]
     torch.testing.assert_close(two.losses()[:3], one.losses(), rtol=2e-6, atol=0)
     torch.testing.assert_close(runs["resumed"].losses(), runs["straight on"].losses(), rtol=2e-6, atol=0)
@@ -123,7 +123,7 @@ def test_the_base_of_a_lora_run_is_recorded_with_its_precision(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_teacher_in_few_bits_makes_samples_of_its_own(name: str, runs: dict[str, Outcome]) -> None:
+def test_samples_of_a_quantised_teacher_are_cached_separately(name: str, runs: dict[str, Outcome]) -> None:
     run, exact = runs[f"teacher {name}"], runs["teacher auto"]
     assert run.main["status"] == "done"
     assert 0 < (run.losses() - exact.losses()).abs().max() < 0.5 * exact.losses().max()
@@ -131,7 +131,7 @@ def test_a_teacher_in_few_bits_makes_samples_of_its_own(name: str, runs: dict[st
     assert not {file for file in files[0] & files[1] if file.endswith(".safetensors")}
 
 
-def test_an_online_teacher_in_few_bits_is_the_same_whole_and_sharded(runs: dict[str, Outcome]) -> None:
+def test_a_quantised_online_teacher_is_the_same_with_and_without_sharding(runs: dict[str, Outcome]) -> None:
     torch.testing.assert_close(runs["shared"].losses(), runs["online"].losses(), rtol=1e-5, atol=0)
 
 
@@ -238,12 +238,12 @@ def test_files_in_other_formats_are_refused_with_the_reason(tmp_path: Path) -> N
             open_weights(tmp_path / "bad.safetensors").tensor("blocks.0.attn1.to_q.weight")
 
 
-def test_metadata_that_is_not_unicode_says_nothing_about_formats() -> None:
+def test_metadata_that_is_not_unicode_is_ignored() -> None:
     file: Any = SimpleNamespace(entries={}, metadata={"_quantization_metadata": '{"layers": "\ud800"}'})
     check_formats(file, "file")
 
 
-def test_a_loaded_teacher_never_exists_in_more_bits(root: Path) -> None:
+def test_a_quantised_teacher_is_never_loaded_in_full_precision(root: Path) -> None:
     from unisono.recipes.wan_distill.models.teacher import load_teacher
 
     config = DistillConfig(teacher_path=str(root / "2.1"), data_path=str(root / "prompts.txt"))

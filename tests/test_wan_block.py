@@ -98,7 +98,7 @@ def was_fast(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @TOGETHER
-def test_outputs_and_gradients_are_those_of_diffusers(monkeypatch: pytest.MonkeyPatch, together: bool) -> None:
+def test_outputs_and_gradients_equal_diffusers(monkeypatch: pytest.MonkeyPatch, together: bool) -> None:
     calls, plain = was_fast(monkeypatch), plain_model()
     products, compute = [], fused._Linear.apply
 
@@ -132,7 +132,7 @@ def test_no_copy_of_the_weights_is_kept_if_none_is_needed() -> None:
     assert len(kept) >= 8 and all(tensor.untyped_storage().data_ptr() in own for tensor in kept)
 
 
-def test_in_16_bit_they_agree_to_rounding() -> None:
+def test_in_16_bit_outputs_and_gradients_agree_up_to_rounding() -> None:
     plain = plain_model()
     exact = step(copy.deepcopy(plain), LEVELS)[1]
     ours, theirs = (step(one, LEVELS, torch.bfloat16)[1] for one in (fast_copy(plain), plain))
@@ -174,7 +174,7 @@ def test_recomputed_blocks_train_the_same(monkeypatch: pytest.MonkeyPatch, toget
 
 
 @TOGETHER
-def test_compiled_in_one_graph_they_train_the_same(together: bool) -> None:
+def test_blocks_compiled_as_one_graph_train_the_same(together: bool) -> None:
     plain = plain_model()
     fast = fast_copy(plain, together)
     for block in fast.blocks:
@@ -199,7 +199,7 @@ def test_blocks_with_image_input_or_without_norms_stay_as_they_are() -> None:
         assert type(one.blocks[0]) is kind
 
 
-def test_on_a_cpu_nothing_changes_to_the_bit() -> None:
+def test_on_a_cpu_results_are_identical_bit_for_bit() -> None:
     plain = plain_model()
     fast = copy.deepcopy(plain)
     for block in fast.blocks:
@@ -249,7 +249,7 @@ def test_the_operations_declare_the_right_output_shapes(lay: Any) -> None:
                 assert alone.is_contiguous() and torch.equal(alone, whole)
 
 
-def test_queries_in_pieces_see_the_same_keys() -> None:
+def test_split_queries_attend_to_the_same_keys() -> None:
     split = [torch.randn(1, tokens, 3, 4, dtype=torch.float64, requires_grad=True) for tokens in (4800, 7, 7)]
 
     def attention(parts: list[Tensor]) -> Tensor:
@@ -268,7 +268,7 @@ def test_queries_in_pieces_see_the_same_keys() -> None:
     assert pieces.in_pieces(split, (16,)) is split, "pieces of 300 are too short"
 
 
-def test_a_block_with_queries_in_pieces_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_with_split_queries_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(our_block, "possible_pieces", lambda *_: (4,))
     monkeypatch.setattr(pieces, "_QUERIES", 2)
     cut, compute = [], pieces.in_pieces
@@ -301,7 +301,7 @@ def test_queries_are_split_if_a_gpu_would_be_idle_otherwise() -> None:
     assert pieces.possible_pieces(12, 7800, 132) == ()
 
 
-def test_pieces_do_not_break_a_compiled_block(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_splitting_queries_does_not_break_a_compiled_block(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pieces, "multiprocessors", torch.compiler.assume_constant_result(lambda: 132))
 
     def cut(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:

@@ -176,7 +176,9 @@ CAPTIONS = [
 
 
 @pytest.mark.parametrize("caption", CAPTIONS)
-def test_rows_are_those_of_the_pipeline_to_the_bit(text_encoder: TextEncoder, pipeline: Any, caption: str) -> None:
+def test_text_embeddings_equal_the_pipelines_bit_for_bit(
+    text_encoder: TextEncoder, pipeline: Any, caption: str
+) -> None:
     [rows] = text_encoder.encode([caption], LENGTH)
     theirs, _ = pipeline.encode_prompt(caption, do_classifier_free_guidance=False, max_sequence_length=LENGTH)
     assert torch.equal(pad(rows, LENGTH), theirs[0])
@@ -184,7 +186,7 @@ def test_rows_are_those_of_the_pipeline_to_the_bit(text_encoder: TextEncoder, pi
     assert rows.abs().sum(1).min() > 0  # true rows only
 
 
-def test_the_rows_of_a_caption_do_not_depend_on_the_others(text_encoder: TextEncoder) -> None:
+def test_the_embedding_of_a_caption_does_not_depend_on_other_captions(text_encoder: TextEncoder) -> None:
     with torch.autocast("cpu", torch.bfloat16):  # nor on the precision of the run
         together = text_encoder.encode(CAPTIONS, LENGTH)
     for caption, rows in zip(CAPTIONS, together, strict=True):
@@ -277,7 +279,7 @@ def test_a_latent_does_not_depend_on_the_others_nor_on_autocast(latents: WanVae)
     assert torch.equal(together[1:2], latents.encode(pixels[1:2]))
 
 
-def test_pixels_must_be_divisible_and_frames_4k_plus_1(latents: WanVae) -> None:
+def test_sizes_must_be_divisible_and_frame_counts_4k_plus_1(latents: WanVae) -> None:
     assert latents.geometry == Geometry(16, 4, 8) and latents.geometry.multiple == 16
     assert WanVae(make_vae_2_2()).geometry == Geometry(48, 4, 16)
     assert latents.geometry.tokens((16, 3, 4, 6)) == 18
@@ -287,7 +289,7 @@ def test_pixels_must_be_divisible_and_frames_4k_plus_1(latents: WanVae) -> None:
         latents.encode(torch.rand(1, 3, 5, 16, 24))
 
 
-def test_a_vae_must_say_how_its_latents_are_normalised() -> None:
+def test_a_vae_without_latent_statistics_is_rejected() -> None:
     for changes in ({"latents_mean": [0.0] * 3}, {"latents_std": None}, {"latents_std": [0.0] * 16}):
         with pytest.raises(ConfigError, match=f"{next(iter(changes))}"):
             WanVae(make_vae(**changes))
@@ -495,7 +497,7 @@ def test_bad_files_are_reported_or_skipped(tmp_path: Path, data: Path, models: C
     ]
 
 
-def test_when_every_file_is_bad_nothing_is_left_to_train_on(tmp_path: Path, data: Path, models: Counted) -> None:
+def test_a_dataset_of_only_bad_files_is_an_error(tmp_path: Path, data: Path, models: Counted) -> None:
     for path in data.iterdir():
         if path.suffix != ".txt":
             path.write_bytes(b"no image")
@@ -595,7 +597,7 @@ def test_a_random_window_cannot_be_cached(tmp_path: Path, data: Path, models: Co
 # Fingerprints
 
 
-def test_a_model_on_disk_is_known_by_its_content_not_its_date(
+def test_a_model_on_disk_is_identified_by_its_content(
     tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     vae = shutil.copytree(model_folder / "vae", tmp_path / "vae")
@@ -615,7 +617,7 @@ def test_a_model_on_disk_is_known_by_its_content_not_its_date(
         fingerprint.of_folders([tmp_path])
 
 
-def test_a_tokenizer_is_the_same_after_it_was_used(text_encoder: TextEncoder) -> None:
+def test_using_a_tokenizer_does_not_change_its_fingerprint(text_encoder: TextEncoder) -> None:
     other = make_text_encoder()
     before = other.fingerprint()
     other.encode(["x"], 7)
@@ -623,7 +625,7 @@ def test_a_tokenizer_is_the_same_after_it_was_used(text_encoder: TextEncoder) ->
     assert make_text_encoder(seed=1).fingerprint() != before
 
 
-def test_a_video_of_an_empty_caption_is_a_sample(tmp_path: Path, data: Path, models: Counted) -> None:
+def test_a_video_with_an_empty_caption_is_a_sample(tmp_path: Path, data: Path, models: Counted) -> None:
     (data / "a.txt").write_text("")
     cache = filled(tmp_path / "cache", data, models)
     assert torch.equal(cache.open()[0]["text"], cache.text(""))

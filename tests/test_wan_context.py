@@ -192,7 +192,7 @@ def test_ranks_that_share_a_sample_train_like_one(name: str, alone: str, runs: d
 
 
 @pytest.mark.parametrize("name", ["distill, 1 x 2", "distill, 1 x 3"])
-def test_hidden_states_are_compared_over_all_tokens(name: str, runs: dict[str, Outcome]) -> None:
+def test_the_hidden_state_loss_covers_all_tokens(name: str, runs: dict[str, Outcome]) -> None:
     # 0 at first: the student begins as a copy of the teacher.
     expected, found = ([step["feature_loss"] for step in runs[each].steps()[1:]] for each in ("distill", name))
     assert min(expected) > 0

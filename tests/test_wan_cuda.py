@@ -52,7 +52,7 @@ def assert_same(compiled: dict[str, torch.Tensor], eager: dict[str, torch.Tensor
 
 @SHAPES
 @pytest.mark.parametrize("fast", [True, False], ids=["ours", "diffusers"])
-def test_compiled_gradients_are_the_eager_ones(latent: tuple[int, ...], batch: int, fast: bool) -> None:
+def test_compiled_gradients_equal_eager_ones(latent: tuple[int, ...], batch: int, fast: bool) -> None:
     """Without the fix, sums over 7,800 tokens were garbage (pytorch#193061)."""
     torch.manual_seed(0)
     with torch.device("cuda"):
@@ -67,7 +67,7 @@ def test_compiled_gradients_are_the_eager_ones(latent: tuple[int, ...], batch: i
 
 @SHAPES
 @pytest.mark.parametrize("kernel", ["cudnn", "flash"])
-def test_a_kernel_by_name_is_given_what_torchs_own_choice_is_given(
+def test_a_kernel_chosen_by_name_gets_the_same_inputs_as_torchs_choice(
     latent: tuple[int, ...], batch: int, kernel: str
 ) -> None:
     """Diffusers copies queries, keys and values for cuDNN."""
@@ -195,7 +195,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_islands_are_used_in_32_bit_under_every_strategy(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_float32_weights_are_used_in_float32_under_every_strategy(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from unisono.recipes.wan.models.kernels import block
 
     dtypes: dict[str, set[torch.dtype]] = {}
@@ -214,7 +214,7 @@ def test_islands_are_used_in_32_bit_under_every_strategy(root: Path, monkeypatch
     assert torch.bfloat16 in dtypes["ffn.net.2.weight"]
 
 
-def test_ranks_strategies_and_recordings_agree_in_16_bit(root: Path) -> None:
+def test_ranks_strategies_and_recorded_steps_agree_in_16_bit(root: Path) -> None:
     common = {"model_path": str(root / "2.1"), "dataset_path": str(root / "data"), "cache_dir": str(root / "cache")}
     common |= {"fps": 8.0, "num_frames": 9, "num_workers": 0, "log_every": 1, "max_steps": 5, "global_batch_size": 8}
     common |= {"batch_size": 8, "compile": False, "preview_every": -1, "learning_rate": 1e-3, "warmup_steps": 0}

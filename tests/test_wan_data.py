@@ -48,7 +48,7 @@ def clips(tmp_path: Path) -> Path:
 # ---- forms
 
 
-def test_every_video_and_image_takes_the_text_file_of_its_name(tmp_path: Path) -> None:
+def test_a_text_file_is_the_caption_of_the_video_or_image_with_its_name(tmp_path: Path) -> None:
     kinds = ["mp4", "avi", "mov", "mkv", "webm", "gif", "png", "jpg", "jpeg", "webp", "bmp", "MP4"]
     for number, kind in enumerate(kinds):
         put(tmp_path, f"{number:02}.{kind}")
@@ -142,7 +142,7 @@ def test_prompt_txt_is_the_caption_of_prompt_mp4(tmp_path: Path) -> None:
     assert pairs(read_sources(tmp_path)) == [("prompt", "of prompt"), ("video", "of video")]
 
 
-def test_a_list_wins_over_text_files_and_may_itself_be_given(clips: Path) -> None:
+def test_a_list_takes_precedence_over_text_files_and_can_be_the_dataset_path(clips: Path) -> None:
     put(clips, "a.txt", "not this")
     put(clips, "metadata.csv", "video,prompt\na.mp4,this\n")
     assert pairs(read_sources(clips)) == [("a", "this")]
@@ -176,7 +176,7 @@ def test_precomputed_files_replace_video_and_caption(tmp_path: Path) -> None:
     ]
 
 
-def test_a_latent_alone_is_called_by_its_whole_name(tmp_path: Path) -> None:
+def test_a_latent_without_a_video_is_named_by_its_whole_file_name(tmp_path: Path) -> None:
     names = ["a.mp4", "a.v1", "a.v2"]
     for name in names:
         put(tmp_path, f"{name}.latent.safetensors")
@@ -289,7 +289,7 @@ def test_bad_samples_of_a_list_are_skipped_by_option(clips: Path) -> None:
     refusal(clips, "no such file", leave_out_bad=True)
 
 
-def test_a_caption_that_is_not_text_or_too_long_is_reported_for_its_sample(clips: Path) -> None:
+def test_a_caption_that_is_too_long_or_not_text_is_reported_with_its_sample(clips: Path) -> None:
     put(clips, "a.txt", b"caf\xe9")
     put(clips, "b.txt", "x" * 300_000)
     put(clips, "c.png")
@@ -303,13 +303,13 @@ def test_a_caption_that_is_not_text_or_too_long_is_reported_for_its_sample(clips
     assert pairs(read_sources(clips, leave_out_bad=True)) == [("d", "fine")]
 
 
-def test_a_latent_that_may_be_of_two_files_is_refused(clips: Path) -> None:
+def test_a_latent_that_could_belong_to_two_files_is_rejected(clips: Path) -> None:
     put(clips, "a.png")
     put(clips, "a.latent.safetensors")
     refusal(clips, "a.latent.safetensors could belong to a.mp4 or a.png")
 
 
-def test_a_name_that_is_not_unicode_is_reported_for_its_sample(clips: Path) -> None:
+def test_a_name_that_is_not_unicode_is_reported_with_its_sample(clips: Path) -> None:
     for name in (b"caf\xe9\n\x1b[2J.mp4", b"caf\xe9\n\x1b[2J.txt"):
         (clips / os.fsdecode(name)).write_bytes(b"x")
     for name in CLIPS:
@@ -336,7 +336,7 @@ def test_a_list_cannot_name_a_file_outside_its_folder(tmp_path: Path, path: str)
 
 
 @pytest.mark.parametrize("path", ["links/outside.mp4", "b\0.mp4", ".", "https://x.org/a.mp4"])
-def test_files_outside_the_folder_do_not_exist_for_a_dataset(tmp_path: Path, path: str) -> None:
+def test_a_dataset_ignores_files_outside_its_folder(tmp_path: Path, path: str) -> None:
     folder = tmp_path / "data"
     put(folder, "a.mp4")
     put(tmp_path, "outside.mp4")
@@ -347,7 +347,7 @@ def test_files_outside_the_folder_do_not_exist_for_a_dataset(tmp_path: Path, pat
     assert len(read_sources(folder, leave_out_bad=True)) == 1
 
 
-def test_a_link_beside_the_videos_cannot_lead_outside(tmp_path: Path) -> None:
+def test_links_next_to_videos_cannot_lead_outside_the_folder(tmp_path: Path) -> None:
     secret = put(tmp_path, "secret.txt", "root:x:0:0")
     for name in ("a.txt", "a.mp4", "a.safetensors", "a.latent.safetensors", "metadata.csv"):
         folder = tmp_path / name
@@ -368,7 +368,7 @@ def test_paths_and_links_inside_the_folder_are_fine(tmp_path: Path) -> None:
     assert [source.name for source in read_sources(alias)] == ["sub/a", "sub/a#2", "b", "b#2", "b#3"]
 
 
-def test_the_cache_of_the_hub_is_a_data_folder_though_it_is_made_of_links(tmp_path: Path) -> None:
+def test_the_hub_cache_can_be_the_data_folder_although_it_consists_of_links(tmp_path: Path) -> None:
     put(tmp_path, "blobs/1f")
     put(tmp_path, "blobs/2e", "a cat")
     folder = tmp_path / "snapshots" / "abc"

@@ -108,7 +108,7 @@ def test_a_mistake_is_reported_before_the_first_file_is_encoded(
     assert words in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_a_first_frame_is_given_to_models_that_take_one(root: Path) -> None:
+def test_models_that_take_a_first_frame_get_one(root: Path) -> None:
     takes = {name: takes_first_frame(recipe(root, root / name).setup) for name in ("2.1", "a14b", "5b")}
     assert takes == {"2.1": False, "a14b": False, "5b": True}
     named = {
@@ -131,7 +131,7 @@ def test_steps_of_two_experts_are_not_recorded(root: Path, tmp_path: Path) -> No
 # ---- LoRA ----
 
 
-def test_a_lora_continues_with_the_rank_of_its_file(root: Path, tmp_path: Path) -> None:
+def test_a_lora_loaded_from_a_file_keeps_its_rank(root: Path, tmp_path: Path) -> None:
     values = {"model_path": str(root / "2.1"), "dataset_path": str(root / "data"), "lora_path": str(root / "lora")}
     result = unisono.train("wan-flow", output_dir=str(tmp_path / "run"), **{**COMMON, **values})
     export_run(result.folder, tmp_path / "exported")
@@ -140,7 +140,7 @@ def test_a_lora_continues_with_the_rank_of_its_file(root: Path, tmp_path: Path) 
     assert {len(tensor) for name, tensor in trained.items() if ".lora_A." in name} == {3}
 
 
-def test_defaults_follow_the_model_and_never_overrule_the_user() -> None:
+def test_defaults_depend_on_the_model_and_never_override_the_users_settings() -> None:
     values = {"model_config": None, "num_epochs": None, "lora_rank": 0, "lora_path": None}
     assert WanFlow.presets({**values, "lora_path": "x"}) == WanFlow.presets({**values, "lora_rank": 8}) != {}
     assert WanFlow.presets(values) == {}
@@ -156,7 +156,7 @@ def test_defaults_follow_the_model_and_never_overrule_the_user() -> None:
     assert WanDistill.presets({**distill, "teacher_path": "mine", "feature_weight": 0.1}) == {"compile": False}
 
 
-def test_a_lora_is_also_written_in_the_names_that_comfyui_knows(root: Path, tmp_path: Path) -> None:
+def test_a_lora_is_also_exported_with_comfyuis_names(root: Path, tmp_path: Path) -> None:
     usual = ("to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2")
     low = random_lora(model(seed=1), targets=usual)
     description = save_lora(tmp_path, random_lora(model(), targets=usual), low)
@@ -209,7 +209,7 @@ def test_a_lora_run_refuses_to_resume_with_other_base_weights(root: Path, tmp_pa
 # ---- an expert in a separate file ----
 
 
-def test_the_low_noise_expert_is_exported_as_what_it_is(root: Path, tmp_path: Path) -> None:
+def test_the_low_noise_expert_is_exported_as_transformer_2(root: Path, tmp_path: Path) -> None:
     shutil.copy(root / "a14b" / "transformer_2" / "diffusion_pytorch_model.safetensors", tmp_path / "low.safetensors")
     shutil.copytree(root / "a14b" / "transformer_2", tmp_path / "low")
     values = {"model_path": str(tmp_path / "low"), "dataset_path": str(root / "data"), "expert": "low"}
@@ -268,7 +268,7 @@ def test_raw_latents_are_normalised_when_they_are_read(root: Path, tmp_path: Pat
     assert torch.equal(by_kind["normalised"], raw)
 
 
-def test_an_image_is_not_encoded_anew_for_other_windows_of_videos(
+def test_changing_the_video_window_does_not_re_encode_images(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encoded: list[int] = []
@@ -285,7 +285,7 @@ def test_an_image_is_not_encoded_anew_for_other_windows_of_videos(
     assert sorted(encoded[8:]) == [1, 1, 1, *[5] * 6]  # the videos only
 
 
-def test_an_animation_is_never_taken_for_a_still_image(tmp_path: Path) -> None:
+def test_an_animation_is_never_read_as_a_still_image(tmp_path: Path) -> None:
     one, other = (Image.new("RGB", (16, 16), colour) for colour in ("red", "blue"))
     moving: dict[str, Any] = {"save_all": True, "append_images": [other], "duration": 100}
     for name in ("a.png", "a.jpg", "a.bmp", "a.webp"):
@@ -310,7 +310,7 @@ def test_an_animation_is_never_taken_for_a_still_image(tmp_path: Path) -> None:
 # ---- files of a run ----
 
 
-def test_the_choice_of_a_kernel_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_choice_of_a_kernel_is_written_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, file, work = attention.Kernel("auto"), tmp_path / "attention_gpu.json", Work(tmp_path, device="cuda")
     sizes = {"num_attention_heads": 2, "attention_head_dim": 12}
     monkeypatch.setattr(attention, "measure", lambda *_: {"auto": 2.0, "flash": 1.0})

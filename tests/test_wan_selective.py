@@ -48,7 +48,7 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 @PRODUCTS
 @pytest.mark.parametrize("kernel", ["auto", "math"])
-def test_outputs_and_gradients_are_those_of_diffusers(computed: list[bool], products: bool, kernel: str) -> None:
+def test_outputs_and_gradients_equal_diffusers(computed: list[bool], products: bool, kernel: str) -> None:
     plain = plain_model()
     made = selective_copy(plain, products)
     use(kernel, made)
@@ -57,7 +57,7 @@ def test_outputs_and_gradients_are_those_of_diffusers(computed: list[bool], prod
 
 
 @PRODUCTS
-def test_compiled_in_one_graph_they_train_the_same(products: bool) -> None:
+def test_blocks_compiled_as_one_graph_train_the_same(products: bool) -> None:
     plain = plain_model()
     made = selective_copy(plain, products)
     for block in made.blocks:
@@ -66,7 +66,7 @@ def test_compiled_in_one_graph_they_train_the_same(products: bool) -> None:
 
 
 @PRODUCTS
-def test_in_16_bit_they_agree_to_rounding(products: bool) -> None:
+def test_in_16_bit_outputs_and_gradients_agree_up_to_rounding(products: bool) -> None:
     plain = plain_model()
     exact = step(copy.deepcopy(plain), LEVELS)[1]
 
@@ -95,7 +95,7 @@ def test_weights_that_are_in_16_bit_train_too() -> None:
 
 
 @PRODUCTS
-def test_queries_in_pieces_train_the_same(monkeypatch: pytest.MonkeyPatch, products: bool) -> None:
+def test_split_queries_train_the_same(monkeypatch: pytest.MonkeyPatch, products: bool) -> None:
     monkeypatch.setattr(selective, "possible_pieces", lambda *_: (4,))
     monkeypatch.setattr(pieces, "_QUERIES", 2)
     split = []
