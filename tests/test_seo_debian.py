@@ -15,7 +15,7 @@ from unisono.recipes.seo.data.ranking_sets.debian import packages
 pytestmark = pytest.mark.skipif(shutil.which("apt-get") is None, reason="the descriptions come from apt-get")
 
 
-@pytest.mark.slow  # test_a_trained_model_finds_pages_that_share_no_words_with_the_query is the quick version
+@pytest.mark.slow  # test_a_trained_model_ranks_better_than_word_overlap is the quick version
 def test_minilm_learns_from_a_few_hundred_packages(tmp_path: Path) -> None:
     try:
         found = packages(tmp_path / "apt")

@@ -442,7 +442,7 @@ def test_a_cross_encoder_evaluates_no_more_pairs_at_once_than_a_step_trains(pair
 
 
 @pytest.mark.slow
-def test_a_trained_model_finds_pages_that_share_no_words_with_the_query(tmp_path: Path) -> None:
+def test_a_trained_model_ranks_better_than_word_overlap(tmp_path: Path) -> None:
     """From the command line with two processes, exported to a folder that sentence-transformers loads."""
     pairs = write_ranking(tmp_path / "pairs.jsonl", 1200)
     words = ["train", "seo", "--data_path", pairs, "--model_name", "tiny", "--nproc", "2", "--batch_size", "32"]

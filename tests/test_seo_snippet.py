@@ -172,7 +172,7 @@ def test_the_loss_of_an_encoder_and_decoder_is_that_of_transformers(tmp_path: Pa
 # The data ----------------------------------------------------------------------------------------------------------
 
 
-def test_held_out_pages_are_not_learned_from(tmp_path: Path) -> None:
+def test_held_out_pages_are_not_used_for_training(tmp_path: Path) -> None:
     task = prepared(tmp_path)
     train, held_out = task.dataset("train"), task.dataset("eval")
     assert (len(train), len(held_out)) == (28, 4)

@@ -152,7 +152,7 @@ def test_an_online_teacher_is_the_same_on_two_ranks_and_sharded(name: str, runs:
     close(runs[name], runs["online"])
 
 
-def test_two_experts_sharded_over_two_ranks_teach_like_one_process(runs: dict[str, Outcome]) -> None:
+def test_two_experts_sharded_over_two_ranks_generate_like_one_process(runs: dict[str, Outcome]) -> None:
     close(runs["experts, shared out"], runs["experts"])
 
 
@@ -187,7 +187,7 @@ def test_the_speed_up_is_reported_if_enough_blocks_were_timed(runs: dict[str, Ou
     assert not {student, ratio} & metrics["2 ranks fsdp"].keys(), "gathering weights would be timed too"
 
 
-def test_a_ratio_needs_three_blocks_of_the_teacher() -> None:
+def test_a_speed_up_is_computed_only_from_three_or_more_blocks() -> None:
     from unisono.recipes.wan_distill.evaluation import SampleTime, speed
 
     assert speed(None, None) == {}
@@ -198,7 +198,7 @@ def test_a_ratio_needs_three_blocks_of_the_teacher() -> None:
     assert speed(SampleTime(6.0, 3), SampleTime(2.0, 1))["times_as_fast"] == 3.0
 
 
-def test_a_student_is_timed_once_in_the_teachers_batch_size(root: Path) -> None:
+def test_the_student_is_timed_once_with_the_teachers_batch_size(root: Path) -> None:
     recipe = recipe_of(root, folder="timed", rollouts=4)
     model = recipe.model()
     model.to_empty(device="cpu")
@@ -268,7 +268,7 @@ def test_the_teacher_generates_what_its_pipeline_generates(teacher: str, root: P
         torch.testing.assert_close(samples.data(number)[None], theirs, rtol=1e-4, atol=1e-4)
 
 
-def test_stored_velocities_are_those_of_the_guided_teacher(root: Path) -> None:
+def test_stored_velocities_equal_those_of_the_guided_teacher(root: Path) -> None:
     recipe = recipe_of(root, folder="answers", guidance=4.0)
     samples, setup = recipe.setup.rollouts("train").open(), recipe.setup
     teacher, _ = load_teacher(setup.teacher, setup.guidance, "float32", "auto", "cpu", compiled=False)
@@ -312,7 +312,7 @@ def test_stored_points_lie_on_the_trajectory(root: Path) -> None:
     torch.testing.assert_close(samples.data(1), reached, rtol=1e-3, atol=1e-3)
 
 
-def test_noise_belongs_to_seed_prompt_and_number(root: Path) -> None:
+def test_noise_depends_only_on_seed_prompt_and_sample_number(root: Path) -> None:
     spec = recipe_of(root, folder="answers", guidance=4.0).setup.rollout_spec
     some = spec.initial_noise("a", 0)
     assert torch.equal(some, spec.initial_noise("a", 0))
@@ -322,7 +322,7 @@ def test_noise_belongs_to_seed_prompt_and_number(root: Path) -> None:
     assert abs(float(some.std()) - 1) < 0.2
 
 
-def test_a_roll_outs_file_name_depends_on_everything_that_decides_it(root: Path) -> None:
+def test_a_roll_outs_file_name_depends_on_everything_that_affects_it(root: Path) -> None:
     def names(seed: int = 0, **changes: Any) -> set[str]:
         teacher = changes.pop("teacher", "2.1")
         setup = unprepared(root, teacher, **changes).setup
@@ -349,7 +349,7 @@ def test_a_roll_outs_file_name_depends_on_everything_that_decides_it(root: Path)
         assert not names(**change) & base, change  # type: ignore[arg-type]
 
 
-def test_added_prompts_do_not_change_full_blocks(root: Path, tmp_path: Path) -> None:
+def test_adding_prompts_does_not_change_full_blocks(root: Path, tmp_path: Path) -> None:
     (tmp_path / "more.txt").write_text("\n".join([*PROMPTS, "red red"]))
     before = recipe_of(root, folder="added", num_eval=0).setup.rollouts("train")._keys
     after = (
@@ -359,7 +359,7 @@ def test_added_prompts_do_not_change_full_blocks(root: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("prompts", "rollouts", "blocks"), [(1, 18, 5), (5, 3, 4), (4, 2, 2), (3, 1, 1), (9, 3, 7)])
-def test_there_are_no_more_blocks_than_the_samples_fill(prompts: int, rollouts: int, blocks: int, root: Path) -> None:
+def test_the_number_of_blocks_is_no_larger_than_needed(prompts: int, rollouts: int, blocks: int, root: Path) -> None:
     spec = replace(recipe_of(root, folder="answers", guidance=4.0).setup.rollout_spec, block=4)
     names = [f"prompt {number}" for number in range(prompts)]
     made = Rollouts(root, spec, names, rollouts)
@@ -368,7 +368,7 @@ def test_there_are_no_more_blocks_than_the_samples_fill(prompts: int, rollouts: 
     assert made.items[: prompts + 1] == [(name, 0) for name in names] + [(names[0], 1)][: rollouts - 1]
 
 
-def test_samples_of_one_prompt_in_a_block_have_their_own_noise(root: Path) -> None:
+def test_samples_of_one_prompt_have_different_noise(root: Path) -> None:
     samples = recipe_of(root, folder="one prompt", rollouts=5, num_eval=5).setup.rollouts("train").open()
     alone = recipe_of(root, folder="one at a time", rollouts=5, num_eval=5, rollout_batch=1).setup
     assert len(bytes_of(root / "one prompt" / "rollouts")) == 2 + 2 + 1
@@ -378,7 +378,7 @@ def test_samples_of_one_prompt_in_a_block_have_their_own_noise(root: Path) -> No
         torch.testing.assert_close(samples.data(number), same, rtol=1e-4, atol=1e-4)
 
 
-def test_a_small_last_block_has_the_bits_of_a_full_one(root: Path) -> None:
+def test_samples_in_an_incomplete_last_block_equal_those_of_a_full_block_bit_for_bit(root: Path) -> None:
     recipe = recipe_of(root, folder="filled", rollout_batch=3, rollouts=1)  # four prompts: blocks of 3 and of 1
     setup, prompt = recipe.setup, recipe.setup.prompts.train[3]
     full = Rollouts(root / "full", setup.rollout_spec, [prompt], 1)
@@ -422,7 +422,7 @@ def test_a_killed_run_generates_nothing_twice(root: Path, tmp_path: Path) -> Non
 # Losses --------------------------------------------------------------------------------------------------------------
 
 
-def test_losses_are_their_formulas() -> None:
+def test_losses_match_their_formulas() -> None:
     torch.manual_seed(0)
     said, teacher, data, noise, point = torch.randn(5, 2, 3, 1, 2, 2)
     sigma = torch.tensor([0.25, 1.0])
@@ -440,13 +440,13 @@ def test_losses_are_their_formulas() -> None:
     torch.testing.assert_close(losses.feature_matching(ours, theirs), expected)
 
 
-def test_guidance_changes_at_the_boundary() -> None:
+def test_the_guidance_scale_changes_at_the_boundary_between_experts() -> None:
     scales = Guidance(4.0, 3.0).at(torch.tensor([0.0, 0.874, 0.875, 1.0]), 0.875)
     assert scales.tolist() == [3.0, 3.0, 4.0, 4.0]
     assert Guidance(4.0, 3.0).at(torch.tensor([0.0, 1.0]), None).tolist() == [4.0, 4.0]
 
 
-def test_a_student_that_is_its_teacher_has_nothing_to_learn(root: Path, tmp_path: Path) -> None:
+def test_a_student_equal_to_its_teacher_has_zero_loss(root: Path, tmp_path: Path) -> None:
     (tmp_path / "same.json").write_text(json.dumps({"num_layers": 2}))
     values = run_settings(
         root, "2.1", guidance=1.0, student_config=str(tmp_path / "same.json"), max_steps=1, learning_rate=0.0
@@ -544,7 +544,7 @@ def test_previews_show_teacher_and_student(runs: dict[str, Outcome], root: Path)
     assert (frame.width, frame.height) == (2 * 128, 128 + 14), "above each side: teacher or student"
 
 
-def test_few_steps_are_steps_of_the_teacher(root: Path) -> None:
+def test_the_students_sampling_steps_are_a_subset_of_the_teachers(root: Path) -> None:
     changes = {"few_step_weight": 1.0, "velocity_weight": 0.0, "few_steps": 4, "teacher_steps": 12, "shift": 5.0}
     samples = recipe_of(root, folder="few", **changes).setup.rollouts("train").open()
     levels = [float(samples.point(0, place)["point_sigma"]) for place in range(4)]
@@ -561,7 +561,7 @@ def test_few_steps_are_steps_of_the_teacher(root: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_out_of_memory_rank_with_a_sharded_teacher_blocks_no_other(root: Path, tmp_path: Path) -> None:
+def test_with_a_sharded_teacher_a_rank_out_of_memory_does_not_block_the_others(root: Path, tmp_path: Path) -> None:
     values = run_settings(
         root, "2.1", **ONLINE, strategy="ddp", teacher_device_strategy="balanced", batch_size=2, save_every=1
     )
@@ -581,7 +581,7 @@ def test_a_fresh_student_starts_with_a_zero_output_layer(runs: dict[str, Outcome
 # Input ---------------------------------------------------------------------------------------------------------------
 
 
-def test_prompts_are_lines_each_once(tmp_path: Path) -> None:
+def test_every_line_is_a_prompt_and_duplicates_are_removed(tmp_path: Path) -> None:
     file = tmp_path / "p.txt"
     file.write_bytes(b"\xef\xbb\xbfa red ball\r\n\r\n  \r\nzwei B\xc3\xa4lle\na red ball\n")
     found, remarks = read_prompts(str(file), "data_path")
@@ -589,7 +589,7 @@ def test_prompts_are_lines_each_once(tmp_path: Path) -> None:
     assert remarks == ["data_path: 1 duplicate prompts are ignored"]
 
 
-def test_held_out_prompts_are_not_learned_from(tmp_path: Path) -> None:
+def test_held_out_prompts_are_not_trained_on(tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_text("\n".join(f"prompt {number}" for number in range(20)))
     (tmp_path / "e.txt").write_text("prompt 3\nsomething else\n")
     spread = prompts_of(str(tmp_path / "p.txt"), None, 4)
@@ -632,7 +632,7 @@ def test_the_text_encoder_computes_in_text_dtype_and_each_dtype_is_cached(root: 
     assert 0 < (rows["bfloat16"].float() - theirs[0]).abs().max() < 0.1
 
 
-def test_a_stopped_run_announces_nothing_that_it_skips(root: Path, tmp_path: Path) -> None:
+def test_a_stopped_run_does_not_announce_work_that_it_skips(root: Path, tmp_path: Path) -> None:
     lines: list[str] = []
     recipe = unprepared(root)
 
@@ -662,7 +662,7 @@ def test_training_the_tiny_teacher_shows_progress(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.slow
-def test_progress_follows_the_process_that_trains_the_tiny_teacher(
+def test_progress_shows_the_steps_of_the_process_that_trains_the_tiny_teacher(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("UNISONO_TINY_TEACHER_STEPS", "12")
@@ -792,7 +792,7 @@ def test_a_teacher_that_lacks_a_part_is_refused_with_its_name(root: Path, tmp_pa
             recipe_of(root, teacher_path=str(folder), folder=f"without {part}")
 
 
-def test_a_teacher_that_is_only_a_transformer_takes_its_parts_from_elsewhere(root: Path) -> None:
+def test_a_teacher_that_is_only_a_transformer_gets_its_other_parts_from_parts_path(root: Path) -> None:
     folder = root / "2.1" / "transformer"
     with pytest.raises(ConfigError, match="--parts_path FOLDER"):
         recipe_of(root, teacher_path=str(folder))

@@ -100,7 +100,7 @@ def test_neither_the_cache_nor_recomputing_every_second_block_changes_a_run(
     close(runs[name], runs["one"], rtol=1e-6)
 
 
-def test_frozen_blocks_of_two_experts_may_wait_in_host_memory(runs: dict[str, Outcome]) -> None:
+def test_frozen_blocks_of_two_experts_can_be_stored_in_host_memory(runs: dict[str, Outcome]) -> None:
     plain, swapped = runs["experts, lora"], runs["experts, lora, on the host"]
     assert swapped.losses().tolist() == plain.losses().tolist()
     assert identical(swapped.weights(), plain.weights())
@@ -135,7 +135,7 @@ def test_previews_are_images_and_videos_with_their_captions(runs: dict[str, Outc
     assert videos and all(probe(video).frames > 1 for video in videos)
 
 
-def test_the_exported_weights_are_the_trained_ones_and_diffusers_samples_from_them(
+def test_exported_weights_equal_the_trained_ones_and_diffusers_samples_from_them(
     runs: dict[str, Outcome], root: Path, tmp_path: Path
 ) -> None:
     export_run(runs["one"].folder, tmp_path / "exported")
@@ -170,7 +170,7 @@ def test_both_experts_are_trained_and_exported(runs: dict[str, Outcome], root: P
 
 
 @pytest.mark.parametrize(("expert", "low", "high"), [("high", 0.875, 1.0), ("low", 0.0, 0.875)])
-def test_one_expert_is_trained_on_its_own_noise_levels(
+def test_a_single_expert_is_trained_on_its_own_noise_levels(
     expert: str, low: float, high: float, runs: dict[str, Outcome], root: Path, tmp_path: Path
 ) -> None:
     run = runs[expert]
@@ -193,7 +193,7 @@ def test_ti2v_trains_on_videos_conditioned_on_their_first_frame(runs: dict[str, 
     close(runs["ti2v, 2 ranks"], runs["ti2v"])
 
 
-def test_a_lora_is_small_in_checkpoints_and_does_in_a_pipeline_what_it_learned(
+def test_a_loras_checkpoints_are_small_and_it_works_in_a_diffusers_pipeline(
     runs: dict[str, Outcome], root: Path, tmp_path: Path
 ) -> None:
     close(runs["lora, 2 ranks"], runs["lora"])
@@ -273,13 +273,13 @@ def test_a_bad_file_is_reported_and_can_be_skipped(
     assert result.step == 1 and "broken" in capsys.readouterr().err
 
 
-def test_a_mistake_on_the_command_line_ends_with_2_and_no_traceback(root: Path) -> None:
+def test_a_mistake_on_the_command_line_gives_exit_code_2_and_no_traceback(root: Path) -> None:
     ended = command("train", "wan-flow", "--model_path", "2.1", "--dataset_path", "nothing", "--nproc", 1, cwd=root)
     assert ended.code == 2 and "no such folder" in ended.err.strip().splitlines()[-1]
     assert "Traceback" not in ended.err
 
 
-def test_help_does_not_wait_for_heavy_libraries() -> None:
+def test_help_does_not_import_heavy_libraries() -> None:
     heavy = "{'torch', 'diffusers', 'transformers', 'av'}"
     code = f"import sys, unisono.recipes.wan_flow.recipe; print({heavy} & set(sys.modules))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(), check=True)
@@ -296,7 +296,7 @@ def test_a_lora_cannot_resume_with_another_alpha(runs: dict[str, Outcome], root:
         )
 
 
-def test_a_single_file_is_exported_beside_the_parts_that_were_used(root: Path, tmp_path: Path) -> None:
+def test_a_single_file_model_is_exported_with_the_parts_that_were_used(root: Path, tmp_path: Path) -> None:
     shutil.copytree(root / "2.1" / "transformer", tmp_path / "alone")
     paths = {"model_path": str(tmp_path / "alone"), "parts_path": str(root / "a14b")}
     paths["dataset_path"] = str(root / "data")

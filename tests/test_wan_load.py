@@ -91,7 +91,7 @@ def equal(some: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> bool:
     ("name", "count"),
     [("1.3b", 1_418_996_800), ("14b", 14_288_491_584), ("ti2v-5b", 4_999_787_712), ("a14b", 14_288_491_584)],
 )
-def test_the_named_sizes_have_as_many_weights_as_the_published_models(name: str, count: int) -> None:
+def test_named_sizes_have_the_parameter_counts_of_the_published_models(name: str, count: int) -> None:
     made = build_meta(transformer_config(None, name))
     assert sum(parameter.numel() for parameter in made.parameters()) == count
     assert all(parameter.is_meta for parameter in made.parameters())
@@ -111,7 +111,7 @@ def test_building_on_meta_draws_no_random_numbers() -> None:
     assert torch.equal(torch.rand(1), after)
 
 
-def test_a_size_is_a_name_or_a_json_file(tmp_path: Path) -> None:
+def test_a_model_size_can_be_a_name_or_a_json_file(tmp_path: Path) -> None:
     (tmp_path / "mine.json").write_text(json.dumps({**SMALL, "_class_name": "WanTransformer3DModel"}))
     assert transformer_config(None, str(tmp_path / "mine.json")) == SMALL
     assert transformer_config(None, "TI2V-5B") == CONFIGS["ti2v-5b"]
@@ -130,7 +130,7 @@ def test_a_size_is_a_name_or_a_json_file(tmp_path: Path) -> None:
         ({"in_channels": None}, "in_channels"),
     ],
 )
-def test_a_config_that_no_model_can_be_made_of_is_refused(wrong: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_an_invalid_model_config_is_rejected(wrong: dict[str, Any], words: str, tmp_path: Path) -> None:
     (tmp_path / "mine.json").write_text(json.dumps({**SMALL, **wrong}))
     refused(lambda: transformer_config(None, str(tmp_path / "mine.json")), words)
 
@@ -138,7 +138,7 @@ def test_a_config_that_no_model_can_be_made_of_is_refused(wrong: dict[str, Any],
 # Contents of model_path
 
 
-def test_a_pipeline_tells_its_experts_boundary_and_text_length(folders: dict[str, Path]) -> None:
+def test_experts_boundary_and_text_length_are_read_from_a_pipeline(folders: dict[str, Path]) -> None:
     plain, both, wide = (describe(folders[name]) for name in ("2.1", "a14b", "5b"))
     assert (plain.kind, list(plain.transformers), plain.boundary_ratio, plain.expand_timesteps, plain.text_length) == (
         *("pipeline", ["transformer"], None, False, 24),
@@ -151,7 +151,7 @@ def test_a_pipeline_tells_its_experts_boundary_and_text_length(folders: dict[str
     refused(lambda: transformer_config(plain, part="transformer_2"), "no transformer_2")
 
 
-def test_the_weights_of_a_folder_are_those_that_diffusers_loads(folders: dict[str, Path]) -> None:
+def test_weights_loaded_from_a_folder_equal_those_that_diffusers_loads(folders: dict[str, Path]) -> None:
     theirs = WanTransformer3DModel.from_pretrained(folders["a14b"], subfolder="transformer_2")
     ours = build_meta(transformer_config(folders["a14b"], part="transformer_2"))
     fill(ours, describe(folders["a14b"]).transformers["transformer_2"])
@@ -159,7 +159,7 @@ def test_the_weights_of_a_folder_are_those_that_diffusers_loads(folders: dict[st
     assert torch.equal(velocity(ours), velocity(theirs))
 
 
-def test_shards_are_read_by_name_whole_or_in_part(tmp_path: Path) -> None:
+def test_tensors_of_shards_can_be_read_by_name_and_by_rows(tmp_path: Path) -> None:
     saved = model()
     saved.save_pretrained(tmp_path, max_shard_size="50KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
@@ -238,7 +238,7 @@ def public(made: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("config", [OF_128, IMAGE], ids=["text", "image"])
-def test_native_names_are_understood_as_diffusers_own_converter_does(config: dict[str, Any], tmp_path: Path) -> None:
+def test_native_names_are_converted_like_diffusers_converter_does(config: dict[str, Any], tmp_path: Path) -> None:
     saved = model(config)
     file = tmp_path / "native.safetensors"
     save_file(native(saved.state_dict()), file)
@@ -260,7 +260,7 @@ def test_native_names_are_understood_as_diffusers_own_converter_does(config: dic
     "prefix", ["model.diffusion_model.", "diffusion_model.", "module.", "_orig_mod.", "module._fsdp_wrapped_module."]
 )
 @pytest.mark.parametrize("naming", ["native", "diffusers"])
-def test_prefixes_of_comfyui_and_of_wrappers_are_taken_away(prefix: str, naming: str, tmp_path: Path) -> None:
+def test_prefixes_of_comfyui_and_of_wrappers_are_removed(prefix: str, naming: str, tmp_path: Path) -> None:
     state = model(OF_128).state_dict()
     names = native(state) if naming == "native" else state
     inside = {name.replace("blocks.1.", "blocks.1._checkpoint_wrapped_module."): it for name, it in names.items()}
@@ -318,7 +318,7 @@ def test_files_that_are_not_a_plain_transformer_are_rejected(tmp_path: Path) -> 
         ("WanControlNet", "WanControlPipeline", "is a control model"),
     ],
 )
-def test_models_that_take_more_than_text_are_named_and_refused(
+def test_models_with_other_inputs_than_text_are_rejected_by_name(
     kind: str, pipeline: str, words: str, tmp_path: Path
 ) -> None:
     expected = "cannot be trained; only text-to-video models"
@@ -330,7 +330,7 @@ def test_models_that_take_more_than_text_are_named_and_refused(
     refused(lambda: describe(tmp_path), words, expected)
 
 
-def test_diffusers_own_vace_weights_are_not_taken_for_a_broken_download(tmp_path: Path) -> None:
+def test_diffusers_vace_weights_are_not_reported_as_a_broken_download(tmp_path: Path) -> None:
     from diffusers import WanVACETransformer3DModel
 
     sizes = {name: value for name, value in SMALL.items() if name not in ("added_kv_proj_dim", "image_dim")}
@@ -339,7 +339,7 @@ def test_diffusers_own_vace_weights_are_not_taken_for_a_broken_download(tmp_path
     refused(lambda: describe(tmp_path / "vace.safetensors"), "is a VACE model (vace_", "cannot be trained")
 
 
-def test_weights_with_more_than_a_model_has_are_of_another_kind_of_model(tmp_path: Path) -> None:
+def test_weights_with_unknown_layers_are_reported_as_another_kind_of_model(tmp_path: Path) -> None:
     whole = model()
     save_file({**whole.state_dict(), "something_new.weight": torch.zeros(1)}, tmp_path / "more.safetensors")
     refused(
@@ -348,7 +348,7 @@ def test_weights_with_more_than_a_model_has_are_of_another_kind_of_model(tmp_pat
     )
 
 
-def test_image_to_video_and_control_models_are_refused_by_their_channels(tmp_path: Path) -> None:
+def test_image_to_video_and_control_models_are_recognised_by_their_channels_and_rejected(tmp_path: Path) -> None:
     save_file(model({**SMALL, "in_channels": 36}).state_dict(), tmp_path / "diffusion_pytorch_model.safetensors")
     config = {**SMALL, "in_channels": 36, "_class_name": "WanTransformer3DModel"}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -402,7 +402,7 @@ def test_a_path_that_is_not_a_model_is_rejected_with_the_expected_formats(
     refused(lambda: describe(cut), "truncated")
 
 
-def test_an_unreachable_hub_id_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_unreachable_hub_id_gives_a_one_line_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import huggingface_hub.constants as constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -424,7 +424,7 @@ def test_a_hub_id_that_is_in_the_cache_needs_no_network(
     assert describe("somebody/wan").path == cached / "snapshots" / ("0" * 40)
 
 
-def test_an_index_cannot_lead_out_of_its_folder(tmp_path: Path) -> None:
+def test_a_shard_index_cannot_name_files_outside_its_folder(tmp_path: Path) -> None:
     save_file(model().state_dict(), tmp_path / "outside.safetensors")
     folder = tmp_path / "model"
     folder.mkdir()
@@ -451,7 +451,7 @@ def trained_lora(config: Mapping[str, Any] = SMALL, alpha: float | None = None, 
     return made
 
 
-def test_a_new_lora_changes_nothing_and_is_all_that_trains() -> None:
+def test_a_new_lora_leaves_the_outputs_unchanged_and_only_its_weights_train() -> None:
     plain, made = model(), model()
     add_lora(made, rank=4)
     assert torch.equal(velocity(made), velocity(plain))
@@ -479,7 +479,7 @@ def test_a_lora_is_the_same_on_meta_on_the_cpu_and_on_half_precision_weights() -
     assert not torch.equal(lora_state(other)["blocks.0.attn1.to_q.lora_A.weight"], query), "and each seed"
 
 
-def test_weights_are_filled_beside_a_lora(tmp_path: Path) -> None:
+def test_base_weights_can_be_loaded_after_a_lora_was_added(tmp_path: Path) -> None:
     saved = model(seed=2)
     saved.save_pretrained(tmp_path)
     made = build_meta(SMALL)
@@ -492,7 +492,7 @@ def test_weights_are_filled_beside_a_lora(tmp_path: Path) -> None:
     assert all(".lora_" in name for name, it in made.named_parameters() if it.requires_grad)
 
 
-def test_settings_of_a_lora_that_make_none_are_refused() -> None:
+def test_lora_settings_that_select_no_layer_are_rejected() -> None:
     refused(lambda: add_lora(model(), rank=0), "lora_rank")
     refused(lambda: add_lora(model(), rank=4, alpha=0.0), "lora_alpha")
     refused(lambda: add_lora(model(), rank=4, targets=["to_q", "to_x"]), "to_x", "to_q")
@@ -500,7 +500,7 @@ def test_settings_of_a_lora_that_make_none_are_refused() -> None:
 
 
 @pytest.mark.parametrize("alpha", [None, 12.0])
-def test_a_saved_lora_does_in_a_pipeline_what_it_did_in_training(
+def test_a_saved_lora_has_the_same_effect_in_a_pipeline_as_in_training(
     alpha: float | None, folders: dict[str, Path], tmp_path: Path
 ) -> None:
     made = trained_lora(alpha=alpha)
@@ -513,7 +513,7 @@ def test_a_saved_lora_does_in_a_pipeline_what_it_did_in_training(
     refused(lambda: save_lora(tmp_path, lora_state(made)), "is not overwritten")
 
 
-def test_loras_of_both_experts_reach_their_transformers(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_loras_of_both_experts_are_loaded_into_their_transformers(folders: dict[str, Path], tmp_path: Path) -> None:
     high, low = trained_lora(seed=0), trained_lora(seed=1)
     description = save_lora(tmp_path, lora_state(high), lora_state(low))
     assert "load_into_transformer_2=True" in description
@@ -572,7 +572,7 @@ def layers_of(state: Mapping[str, Tensor]) -> set[str]:
     return {name.rpartition(".lora_")[0] for name in state}
 
 
-def test_the_alpha_that_diffusers_notes_counts_and_the_rest_of_its_notes_does_not(tmp_path: Path) -> None:
+def test_only_alpha_is_read_from_diffusers_lora_metadata(tmp_path: Path) -> None:
     made = trained_lora(alpha=12.0)
     made.save_lora_adapter(tmp_path)
     again = model()
@@ -608,7 +608,7 @@ def test_files_that_are_not_a_lora_of_this_model_are_rejected(tmp_path: Path) ->
 # Pipelines
 
 
-def test_an_exported_pipeline_samples_as_the_trained_weights_do(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_an_exported_pipeline_samples_like_the_trained_weights(folders: dict[str, Path], tmp_path: Path) -> None:
     trained = model(seed=3)
     description = write_pipeline(tmp_path / "out", trained, source=describe(folders["2.1"]))
     assert "WanPipeline.from_pretrained" in description
@@ -622,7 +622,7 @@ def test_an_exported_pipeline_samples_as_the_trained_weights_do(folders: dict[st
     assert describe(tmp_path / "out").text_length == 24
 
 
-def test_a_pipeline_is_written_from_parts_in_memory(tmp_path: Path) -> None:
+def test_a_pipeline_can_be_written_from_parts_in_memory(tmp_path: Path) -> None:
     trained = model(seed=3)
     write_pipeline(tmp_path / "out", trained, source=parts())
     exported = WanPipeline.from_pretrained(tmp_path / "out")
@@ -631,7 +631,7 @@ def test_a_pipeline_is_written_from_parts_in_memory(tmp_path: Path) -> None:
     assert exported.config.boundary_ratio is None and exported.config.expand_timesteps is False
 
 
-def test_an_expert_that_was_not_trained_comes_from_the_source(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_an_untrained_expert_is_copied_from_the_source(folders: dict[str, Path], tmp_path: Path) -> None:
     trained = model(seed=3)
     source = describe(folders["a14b"])
     write_pipeline(tmp_path / "high", trained, source=source)
@@ -651,7 +651,7 @@ def test_an_expert_that_was_not_trained_comes_from_the_source(folders: dict[str,
     assert not torch.equal(images[0], images[1]) and not torch.equal(images[0], images[2])
 
 
-def test_a_pipeline_of_the_5b_kind_keeps_its_times_per_token(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_an_exported_5b_pipeline_still_uses_timesteps_per_token(folders: dict[str, Path], tmp_path: Path) -> None:
     source = describe(folders["5b"])
     trained = model(transformer_config(source), seed=3)
     write_pipeline(tmp_path / "out", trained, source=source)
@@ -661,7 +661,7 @@ def test_a_pipeline_of_the_5b_kind_keeps_its_times_per_token(folders: dict[str, 
     assert torch.equal(draw(exported, 32), draw(expected, 32))
 
 
-def test_the_source_stays_as_it_is(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_exporting_does_not_change_the_source(folders: dict[str, Path], tmp_path: Path) -> None:
     before = {file: file.read_bytes() for file in sorted(folders["2.1"].rglob("*")) if file.is_file()}
     links = tmp_path / "cache"  # as in the hub's cache: links to files elsewhere
     for file in before:
@@ -681,7 +681,7 @@ def test_the_source_stays_as_it_is(folders: dict[str, Path], tmp_path: Path) -> 
     WanPipeline.from_pretrained(links)
 
 
-def test_without_other_parts_only_the_transformer_is_written_with_a_note(tmp_path: Path) -> None:
+def test_without_other_parts_only_the_transformer_is_exported_with_a_note(tmp_path: Path) -> None:
     save_file(native(model(OF_128).state_dict()), tmp_path / "native.safetensors")
     trained = model(OF_128, seed=3)
     description = write_pipeline(tmp_path / "out", trained, source=describe(tmp_path / "native.safetensors"))
@@ -692,7 +692,7 @@ def test_without_other_parts_only_the_transformer_is_written_with_a_note(tmp_pat
     assert "only transformer" in write_pipeline(tmp_path / "bare", trained)
 
 
-def test_the_other_expert_of_a_native_model_is_written_in_diffusers_names(tmp_path: Path) -> None:
+def test_the_other_expert_of_a_native_model_is_exported_with_diffusers_names(tmp_path: Path) -> None:
     for name, seed in (("high_noise_model", 0), ("low_noise_model", 1)):
         (tmp_path / name).mkdir()
         save_file(native(model(OF_128, seed).state_dict()), tmp_path / name / "diffusion_pytorch_model.safetensors")
@@ -701,9 +701,7 @@ def test_the_other_expert_of_a_native_model_is_written_in_diffusers_names(tmp_pa
     assert equal(low.state_dict(), model(OF_128, 1).state_dict())
 
 
-def test_nothing_is_overwritten_and_no_code_or_pickle_is_brought_along(
-    folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_exporting_overwrites_nothing_and_copies_no_code_or_pickles(folders: dict[str, Path], tmp_path: Path) -> None:
     source = describe(folders["2.1"])
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("mine")

@@ -104,7 +104,7 @@ def cut(facts: MediaFacts, **settings: Any) -> Fit:
         (160, 1600, 16 * 160, (16, 160)),
     ],
 )
-def test_a_sample_keeps_its_proportions_within_the_pixels(
+def test_resizing_preserves_the_aspect_ratio_within_max_pixels(
     height: int, width: int, max_pixels: int, expected: tuple[int, int]
 ) -> None:
     assert cut(MediaFacts(1, height, width, 0), max_pixels=max_pixels) == Fit(1, *expected)
@@ -128,7 +128,7 @@ def test_an_explicit_size_is_used_exactly_or_rejected_with_the_nearest() -> None
             cut(facts, **settings)
 
 
-def test_frames_per_second_decide_how_many_frames_there_are() -> None:
+def test_the_number_of_frames_follows_from_fps() -> None:
     facts = MediaFacts(81, 16, 16, 30.0)  # 2.7 s are 43 frames at 16 fps
     assert [cut(facts, fps=fps).frames for fps in (0, 16, 29.97, 30, 60)] == [81, 41, 81, 81, 81]
     assert cut(facts, fps=60, num_frames=500).frames == 161
@@ -153,7 +153,7 @@ def test_frames_per_second_decide_how_many_frames_there_are() -> None:
         ("http:a.mp4", "libx264", "yuv420p", {}),
     ],
 )
-def test_videos_of_every_kind_give_all_their_frames(
+def test_all_frames_of_videos_in_every_format_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, codec: str, pixels: str, muxer: dict[str, str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -168,7 +168,7 @@ def test_videos_of_every_kind_give_all_their_frames(
     assert numbers(read(Path(name), Fit(5, 32, 48), fps=4), 12) == [0, 4, 8, 12, 16]
 
 
-def test_odd_sizes_are_read(tmp_path: Path) -> None:
+def test_videos_of_odd_sizes_are_read(tmp_path: Path) -> None:
     path = video(tmp_path / "a.mkv", 2, pixels="yuv444p", size=(31, 47))
     assert probe(path) == MediaFacts(2, 31, 47, 16)
     assert read(path, Fit(1, 16, 32), fps=0).shape == (1, 16, 32, 3)
@@ -180,14 +180,14 @@ def test_a_video_of_one_frame_is_a_sample_of_one_frame(tmp_path: Path) -> None:
     assert numbers(read(path, Fit(1, 16, 16), fps=24, start="random")) == [0]
 
 
-def test_a_turned_video_is_shown_upright(tmp_path: Path) -> None:
+def test_a_rotated_video_is_read_upright(tmp_path: Path) -> None:
     path = video(tmp_path / "a.mp4", 3, matrix=CLOCKWISE)
     assert probe(path) == MediaFacts(3, 48, 32, 16)
     frame = read(path, Fit(1, 48, 32), fps=0)[0].float()
     assert frame[:, -6:].min() > 245 and frame[:, :-12].max() < 20  # the white top is now the right side
 
 
-def test_pixels_that_are_not_square_are_made_square(tmp_path: Path) -> None:
+def test_non_square_pixels_are_resampled_to_square_ones(tmp_path: Path) -> None:
     path = video(tmp_path / "a.mp4", 1, sample_aspect_ratio=Fraction(2, 1))
     assert probe(path) == MediaFacts(1, 32, 96, 16)
     frame = read(path, Fit(1, 16, 96), fps=0)[0]  # covers the width; half of the height is cropped
@@ -198,7 +198,7 @@ def test_pixels_that_are_not_square_are_made_square(tmp_path: Path) -> None:
     assert frame[:, -3:].min() > 240 and frame[:, :-6].max() < 20  # the width is not cropped
 
 
-def test_the_colours_of_large_videos_are_those_of_their_standard(tmp_path: Path) -> None:
+def test_large_videos_are_decoded_with_the_colour_standard_of_their_size(tmp_path: Path) -> None:
     red = torch.tensor([200, 30, 30], dtype=torch.uint8).expand(1, 32, 32, 3)
     write_video(red, tmp_path / "a.mp4", 16)
     assert (read(tmp_path / "a.mp4", Fit(1, 32, 32), fps=0).int() - red.int()).abs().max() <= 4
@@ -207,7 +207,7 @@ def test_the_colours_of_large_videos_are_those_of_their_standard(tmp_path: Path)
 
 
 @pytest.mark.parametrize("gop", [1, 12, 100])
-def test_a_window_in_the_middle_is_what_it_would_be_without_seeking(tmp_path: Path, gop: int) -> None:
+def test_a_window_in_the_middle_equals_one_read_without_seeking(tmp_path: Path, gop: int) -> None:
     path = video(tmp_path / "a.mp4", 60, gop=gop)  # the middle is 27 frames from the start, more than a second
     assert numbers(read(path, Fit(5, 32, 48), fps=0, start="middle")) == [27, 28, 29, 30, 31]
     assert numbers(read(path, Fit(5, 32, 48), fps=8, start="middle")) == [24, 26, 28, 30, 32]
@@ -229,13 +229,13 @@ def test_a_random_window_follows_torchs_generator_and_reaches_both_ends(tmp_path
         read(path, Fit(5, 32, 48), fps=0, start="tail")
 
 
-def test_more_frames_per_second_show_frames_again(tmp_path: Path) -> None:
+def test_a_higher_fps_repeats_frames(tmp_path: Path) -> None:
     path = video(tmp_path / "a.mp4", 5, fps=8)
     assert fit(probe(path), num_frames=81, height=32, width=48, max_pixels=0, multiple=16, fps=16).frames == 9
     assert numbers(read(path, Fit(9, 32, 48), fps=16)) == [0, 0, 1, 1, 2, 2, 3, 3, 4]
 
 
-def test_an_uneven_video_is_resampled_by_time_and_not_by_counting(tmp_path: Path) -> None:
+def test_a_video_with_variable_frame_rate_is_resampled_by_time(tmp_path: Path) -> None:
     # Ten frames within a second, then ten in the last tenth of another one.
     times = [9_000 * number for number in range(10)] + [171_000 + 900 * number for number in range(10)]
     path = video(tmp_path / "a.mp4", 20, times=times)
@@ -249,7 +249,7 @@ def test_an_uneven_video_is_resampled_by_time_and_not_by_counting(tmp_path: Path
 
 @pytest.mark.parametrize("late", [0, 90_000])  # by how much the last five frames come late
 @pytest.mark.parametrize(("kept_from", "shown"), [(10, range(14, 30)), (11, range(20, 30))])
-def test_a_video_cut_without_encoding_has_the_frames_that_it_shows(
+def test_a_video_cut_without_re_encoding_has_only_its_visible_frames(
     tmp_path: Path, kept_from: int, shown: range, late: int
 ) -> None:
     times = [5_625 * number + (late if number >= 25 else 0) for number in range(30)]
@@ -280,13 +280,13 @@ def saved_image(path: Path, image: Image.Image, **settings: Any) -> torch.Tensor
 
 
 @pytest.mark.parametrize("kind", ["png", "jpg", "jpeg", "webp", "bmp", "gif", "PNG"])
-def test_images_of_every_kind_are_read(tmp_path: Path, kind: str) -> None:
+def test_images_of_every_format_are_read(tmp_path: Path, kind: str) -> None:
     path = saved_image(tmp_path / f"a.{kind}", Image.new("RGB", (20, 10), (200, 30, 30)))
     assert path.shape == (10, 20, 3)
     assert (path.int() - torch.tensor([200, 30, 30])).abs().max() <= 6
 
 
-def test_every_way_to_store_a_pixel_becomes_8_bit_rgb(tmp_path: Path) -> None:
+def test_every_pixel_format_is_converted_to_8_bit_rgb(tmp_path: Path) -> None:
     def colour(name: str, image: Image.Image, **settings: Any) -> list[int]:
         return saved_image(tmp_path / name, image, **settings)[0, 0].tolist()
 
@@ -303,7 +303,7 @@ def test_every_way_to_store_a_pixel_becomes_8_bit_rgb(tmp_path: Path) -> None:
     assert read(tmp_path / "named.jpg", Fit(1, 4, 4), fps=0)[0, 0, 0].tolist() == [1, 2, 3]
 
 
-def test_a_photo_is_turned_as_its_camera_says(tmp_path: Path) -> None:
+def test_the_exif_orientation_of_a_photo_is_applied(tmp_path: Path) -> None:
     pixels = np.zeros((8, 16, 3), np.uint8)
     pixels[:, :8] = 255  # white on the left; orientation 6 means rotate clockwise
     exif = Image.Exif()
@@ -313,7 +313,7 @@ def test_a_photo_is_turned_as_its_camera_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["gif", "webp"])
-def test_an_animation_is_a_video(tmp_path: Path, kind: str) -> None:
+def test_an_animation_is_read_as_a_video(tmp_path: Path, kind: str) -> None:
     images = [Image.new("RGB", (20, 12), (10 + 4 * number,) * 3) for number in range(6)]
     # Lossless, because otherwise equal neighbours would be merged.
     settings = {"lossless": True} if kind == "webp" else {}
@@ -325,7 +325,7 @@ def test_an_animation_is_a_video(tmp_path: Path, kind: str) -> None:
     assert numbers(read(path, Fit(8, 12, 20), fps=10)) == [0, 1, 2, 2, 2, 3, 4, 5]
 
 
-def test_the_middle_is_cut_out_and_shrunk_without_aliasing(tmp_path: Path) -> None:
+def test_the_centre_is_cropped_and_downscaled_without_aliasing(tmp_path: Path) -> None:
     pixels = np.zeros((60, 180, 3), np.uint8)
     pixels[:, :60, 0] = pixels[:, 60:120, 1] = pixels[:, 120:, 2] = 200
     pixels[::4, 60:120, 1] = pixels[3::4, 60:120, 1] = 100  # lines too fine for an image of a quarter of the size
@@ -361,7 +361,7 @@ def test_files_that_are_neither_images_nor_videos_are_reported(tmp_path: Path, k
         refused(path, "cannot be read as a")
 
 
-def test_a_file_of_another_kind_is_refused_by_its_name(tmp_path: Path) -> None:
+def test_a_file_of_another_kind_is_rejected_by_name(tmp_path: Path) -> None:
     (tmp_path / "a.mp3").write_bytes(b"x")
     refused(tmp_path / "a.mp3", ".mp4")
     Image.new("RGB", (16, 16)).save(tmp_path / "a.png")
@@ -387,12 +387,12 @@ def test_a_truncated_file_is_named(tmp_path: Path) -> None:
     assert numbers(read(path, everything(path), fps=0)) == list(range(left))
 
 
-def test_a_video_that_changed_is_reported(tmp_path: Path) -> None:
+def test_a_video_that_changed_since_it_was_listed_is_reported(tmp_path: Path) -> None:
     refused(video(tmp_path / "a.mp4", 5), "has 5 frames, 9 were expected", fit=Fit(9, 32, 48))
 
 
 @pytest.mark.parametrize("with_cover", [False, True])
-def test_sound_without_a_video_is_named(tmp_path: Path, with_cover: bool) -> None:
+def test_a_file_with_only_sound_is_rejected_by_name(tmp_path: Path, with_cover: bool) -> None:
     with av.open(str(tmp_path / "a.mp4"), "w") as container:
         stream = container.add_stream("aac", rate=8000)
         if with_cover:
@@ -429,7 +429,7 @@ def test_a_small_file_cannot_exhaust_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["mp4", "mkv", "avi"])
-def test_a_playlist_that_is_called_video_opens_no_other_file(tmp_path: Path, kind: str) -> None:
+def test_a_playlist_with_a_video_suffix_opens_no_other_file(tmp_path: Path, kind: str) -> None:
     secret = video(tmp_path / "secret.ts", 5, codec="mpeg2video")
     for content in (
         f"#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\n{secret}\n#EXT-X-ENDLIST\n",
@@ -439,7 +439,7 @@ def test_a_playlist_that_is_called_video_opens_no_other_file(tmp_path: Path, kin
         refused(tmp_path / f"a.{kind}", "cannot be read as a video")
 
 
-def test_damaged_bytes_give_frames_or_a_bad_file_and_nothing_else(tmp_path: Path) -> None:
+def test_damaged_bytes_give_frames_or_a_bad_file_error(tmp_path: Path) -> None:
     chance = random.Random(1)
     Image.effect_noise((32, 32), 50).convert("P").save(
         tmp_path / "a.gif", save_all=True, append_images=[Image.effect_noise((32, 32), 50).convert("P")] * 3
@@ -471,7 +471,7 @@ def test_a_bad_file_error_can_be_sent_between_processes() -> None:
 # ---- numbers and images to look at
 
 
-def test_frames_become_numbers_from_minus_one_to_one_and_back() -> None:
+def test_frames_are_scaled_to_minus_one_to_one_and_back() -> None:
     frames = torch.arange(256, dtype=torch.uint8).reshape(1, 16, 16, 1).expand(2, 16, 16, 3)
     unit = to_unit(frames)
     assert unit.shape == (3, 2, 16, 16) and unit.dtype == torch.float32 and unit.is_contiguous()
@@ -493,7 +493,7 @@ def test_a_written_video_can_be_read_and_is_never_overwritten(tmp_path: Path) ->
     assert probe(tmp_path / "b.mp4").fps == pytest.approx(23.976, abs=1e-3)
 
 
-def test_a_grid_shows_stills_in_a_square_and_videos_in_rows() -> None:
+def test_a_preview_grid_shows_images_in_a_square_and_videos_in_rows() -> None:
     still = torch.full((1, 10, 20, 3), 100, dtype=torch.uint8)
     assert grid([still] * 4).size == (42, 22)
     assert grid([still] * 3, columns=3).size == (64, 10)
@@ -503,7 +503,7 @@ def test_a_grid_shows_stills_in_a_square_and_videos_in_rows() -> None:
     assert [sheet.getpixel((22 * number, 0))[0] for number in range(8)] == [0, 11, 23, 34, 46, 57, 69, 80]
 
 
-def test_captions_stand_below_their_samples_and_labels_above() -> None:
+def test_captions_are_drawn_below_their_samples_and_labels_above() -> None:
     still = torch.full((1, 30, 120, 3), 100, dtype=torch.uint8)
     sheet = grid([still] * 4, captions=["a red circle", "", "a very long caption " * 20, "teacher: a ball"])
     assert sheet.size == (242, 2 * (30 + 3 * 14 + 2) - 2), "three lines at most"
@@ -520,7 +520,7 @@ def test_captions_stand_below_their_samples_and_labels_above() -> None:
     assert all((side < 128).any() and not torch.equal(side, both[:, :14, 120:]) for side in [both[:, :14, :120]])
 
 
-def test_importing_the_readers_imports_no_decoder() -> None:
+def test_importing_the_readers_does_not_import_a_decoder() -> None:
     import subprocess
     import sys
 

@@ -39,7 +39,7 @@ def small(seed: int = 0) -> WanTransformer3DModel:
 
 
 @pytest.mark.parametrize("sigma", [0.001, 0.1, 0.37, 0.5, 0.875, 0.999, 1.0])
-def test_one_step_of_diffusers_scheduler_leads_from_noise_to_data(sigma: float) -> None:
+def test_one_scheduler_step_with_the_true_velocity_leads_from_noise_to_data(sigma: float) -> None:
     """With the target velocity, diffusers' scheduler arrives at the data, so no sign or scale is wrong."""
     data, noise = torch.randn(2, 4, 1, 4, 4).double(), torch.randn(2, 4, 1, 4, 4).double()
     scheduler = FlowMatchEulerDiscreteScheduler(shift=1.0)
@@ -54,7 +54,7 @@ def test_one_step_of_diffusers_scheduler_leads_from_noise_to_data(sigma: float) 
 
 
 @pytest.mark.parametrize("levels", KINDS, ids=str)
-def test_a_quantile_is_where_that_share_of_the_draws_lies_below(levels: NoiseLevels) -> None:
+def test_a_quantile_has_that_fraction_of_the_draws_below_it(levels: NoiseLevels) -> None:
     shares = torch.linspace(0.01, 0.99, 99, dtype=torch.float64)
     sigmas = levels.quantile(shares)
     assert (sigmas.diff() > 0).all() and sigmas.min() > 0 and sigmas.max() < 1
@@ -69,7 +69,7 @@ def test_logit_normal_draws_have_the_mean_and_spread_of_their_logit() -> None:
     assert logit.mean().item() == pytest.approx(0.4, abs=0.01) and logit.std().item() == pytest.approx(0.8, abs=0.01)
 
 
-def test_the_shift_is_the_schedulers_own() -> None:
+def test_noise_levels_are_shifted_like_the_schedulers() -> None:
     sigma = torch.linspace(0.01, 1, 50, dtype=torch.float64)
     scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
     scheduler.set_timesteps(sigmas=sigma.flip(0).tolist())
@@ -80,7 +80,7 @@ def test_the_shift_is_the_schedulers_own() -> None:
 
 @pytest.mark.parametrize("levels", KINDS, ids=str)
 @pytest.mark.parametrize(("low", "high"), [(0.875, 1.0), (0.0, 0.875), (0.2, 0.6)])
-def test_an_expert_draws_inside_its_range_and_piles_nothing_onto_the_boundary(
+def test_an_expert_draws_noise_levels_inside_its_range_without_clamping(
     levels: NoiseLevels, low: float, high: float
 ) -> None:
     shares = (torch.arange(20_000, dtype=torch.float64) + 0.5) / 20_000
@@ -93,7 +93,7 @@ def test_an_expert_draws_inside_its_range_and_piles_nothing_onto_the_boundary(
         assert mine.quantile(share).item() == pytest.approx(inside.quantile(share).item(), abs=2e-3)
 
 
-def test_the_experts_of_a14b_share_all_noise_levels() -> None:
+def test_the_experts_of_a14b_cover_all_noise_levels() -> None:
     assert levels_of(["transformer"], 0.875) == (0.875, 1.0)
     assert levels_of(["transformer_2"], 0.875) == (0.0, 0.875)
     assert levels_of(["transformer", "transformer_2"], 0.875) == (0.0, 1.0)
@@ -105,7 +105,7 @@ def test_larger_images_get_more_noise() -> None:
     assert shift_for(4 * 480 * 832) == pytest.approx(6.0) and shift_for(16 * 16) == 1.0
 
 
-def test_each_sample_goes_to_the_expert_of_its_noise_level() -> None:
+def test_each_sample_is_trained_by_the_expert_of_its_noise_level() -> None:
     high, low = small(1), small(2)
     experts = Experts({"transformer": high, "transformer_2": low}, 0.875)
     noisy, text = torch.randn(4, 4, 1, 4, 4), torch.randn(4, 6, 16)
@@ -154,7 +154,7 @@ def test_a_video_counts_as_much_as_an_image() -> None:
     assert losses == pytest.approx([8.0, 8.0], rel=1e-5)
 
 
-def test_captions_are_dropped_by_sample_and_replaced_by_the_empty_one() -> None:
+def test_caption_dropout_replaces_the_captions_of_single_samples_by_the_empty_one() -> None:
     flow, text, empty = (
         FlowLoss(NoiseLevels(), 0.0, 1.0, caption_dropout=0.3),
         torch.ones(400, 2, 3),
@@ -170,7 +170,7 @@ def test_captions_are_dropped_by_sample_and_replaced_by_the_empty_one() -> None:
     )
 
 
-def test_a_given_first_frame_has_no_noise_no_time_and_no_loss() -> None:
+def test_a_conditioning_first_frame_has_no_noise_timestep_0_and_no_loss() -> None:
     latent, noisy = torch.randn(2, 4, 3, 4, 6), torch.randn(2, 4, 3, 4, 6)
     mixed, times = with_first_frame(noisy, latent, torch.tensor([0.5, 0.8]), torch.tensor([True, False]), (1, 2, 2))
     torch.testing.assert_close(mixed[0, :, 0], latent[0, :, 0])
@@ -189,7 +189,7 @@ def test_a_given_first_frame_has_no_noise_no_time_and_no_loss() -> None:
     assert there.total.item() == same.total.item() < 100
 
 
-def test_tokens_with_times_of_their_own_are_what_the_model_takes() -> None:
+def test_timesteps_per_token_have_the_shape_that_the_model_takes() -> None:
     model = small()
     latent, text = torch.randn(1, 4, 3, 4, 6), torch.randn(1, 6, 16)
     _, times = with_first_frame(latent, latent, torch.tensor([0.5]), torch.tensor([False]), (1, 2, 2))
@@ -209,14 +209,16 @@ def test_evaluation_uses_fixed_noise_levels() -> None:
     assert evaluations[0]["loss"][0].item() == pytest.approx(evaluations[0]["loss_by_level"][0].mean().item())
 
 
-def test_a_kernel_is_taken_only_if_it_is_clearly_faster_than_torchs_choice() -> None:
+def test_a_kernel_is_chosen_only_if_it_is_clearly_faster_than_torchs_choice() -> None:
     assert choose({"auto": 1.0, "cudnn": 0.99, "flash": 1.5}) == "auto"
     assert choose({"auto": 1.0, "cudnn": 0.9, "flash": 1.5}) == "cudnn"
     assert choose({"flash": 1.5}) == "flash" and choose({}) == "auto"
 
 
 @pytest.mark.parametrize(("tokens", "samples"), [(8, 1024), (1024, 8), (8192, 1), (32760, 1)])
-def test_kernels_are_timed_with_enough_to_do(tokens: int, samples: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_timed_on_inputs_of_sufficient_size(
+    tokens: int, samples: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     dtypes = []
 
     def timed(inside: list[torch.Tensor], kernel: str) -> float:
@@ -229,7 +231,7 @@ def test_kernels_are_timed_with_enough_to_do(tokens: int, samples: int, monkeypa
 
 
 @pytest.mark.parametrize("kernel", ["auto", "math"])
-def test_a_kernel_changes_nothing_but_the_rounding(kernel: str) -> None:
+def test_a_kernel_changes_results_only_by_rounding(kernel: str) -> None:
     model, noisy, text, times = small(), torch.randn(1, 4, 3, 4, 6), torch.randn(1, 6, 16), torch.tensor([300.0])
     before = model(noisy, times, text, return_dict=False)[0]
     use(kernel, model)
@@ -239,7 +241,7 @@ def test_a_kernel_changes_nothing_but_the_rounding(kernel: str) -> None:
     torch.testing.assert_close(model(noisy, times, text, return_dict=False)[0], before, rtol=1e-5, atol=1e-5)
 
 
-def test_the_time_embedding_stays_exact_when_all_else_is_in_16_bit() -> None:
+def test_the_time_embedding_is_computed_in_float32_in_a_16_bit_model() -> None:
     model = small()
     sinusoid = model.condition_embedder.timesteps_proj(torch.tensor([123.4, 987.6]))
     exact = model.condition_embedder.time_embedder(sinusoid)
@@ -251,7 +253,7 @@ def test_the_time_embedding_stays_exact_when_all_else_is_in_16_bit() -> None:
     assert torch.equal(kept, exact) and not torch.equal(rounded.float(), exact)
 
 
-def test_the_islands_are_those_that_diffusers_keeps_in_32_bit() -> None:
+def test_the_float32_modules_are_those_that_diffusers_keeps_in_float32() -> None:
     model = small()
     ours = float32_weights(model)
     theirs = [
@@ -264,7 +266,7 @@ def test_the_islands_are_those_that_diffusers_keeps_in_32_bit() -> None:
     assert small_ones < 0.2 * sum(parameter.numel() for parameter in model.parameters())
 
 
-def test_sampling_with_a_perfect_model_arrives_at_the_data() -> None:
+def test_sampling_with_the_true_velocity_reaches_the_data() -> None:
     data = torch.randn(2, 4, 1, 4, 4)
 
     class Perfect(nn.Module):
@@ -284,7 +286,7 @@ def test_sampling_with_a_perfect_model_arrives_at_the_data() -> None:
     assert (below - data).norm() < 0.05 * data.norm()
 
 
-def test_guidance_moves_away_from_the_unconditional_output() -> None:
+def test_guidance_extrapolates_from_the_unconditional_output() -> None:
     class Reader(nn.Module):
         def forward(self, noisy: Tensor, times: Tensor, text: Tensor, return_dict: bool) -> tuple[Tensor]:
             return (torch.ones_like(noisy) * text.mean((1, 2)).view(-1, 1, 1, 1, 1),)

@@ -36,7 +36,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_previews_compute_in_the_training_dtype(root: Path, tmp_path: Path) -> None:
+def test_previews_are_computed_in_the_training_dtype(root: Path, tmp_path: Path) -> None:
     """The frozen weights of a LoRA run are 16 bit and rejected 32-bit inputs."""
     values = {"model_path": str(root / "2.1"), "dataset_path": str(root / "data"), "lora_rank": 2}
     unisono.train("wan-flow", nproc=1, output_dir=str(tmp_path), **{**COMMON, **values, "mixed_precision": "bf16"})
@@ -133,7 +133,7 @@ def test_previews_of_the_low_noise_expert_start_at_its_first_level(kind: str) ->
     torch.testing.assert_close(arrived, data, rtol=0, atol=1e-2)
 
 
-def test_an_expert_in_a_file_of_its_own_is_trained_on_its_own_noise_levels(root: Path, tmp_path: Path) -> None:
+def test_an_expert_from_a_single_file_is_trained_on_its_own_noise_levels(root: Path, tmp_path: Path) -> None:
     alone = root / "a14b" / "transformer_2"
     ranges = {
         expert: (it.setup.flow.low, it.setup.flow.high)
@@ -161,7 +161,7 @@ def test_an_unsupported_attention_kernel_is_refused_or_replaced(root: Path, tmp_
     assert processors and all(processor._attention_backend is None for processor in processors)
 
 
-def test_data_of_many_shapes_stays_compiled() -> None:
+def test_data_of_many_shapes_does_not_disable_compilation() -> None:
     with torch._dynamo.config.patch(recompile_limit=8):
         compile_blocks(nn.Linear(1, 1), [])
         assert torch._dynamo.config.recompile_limit >= 64

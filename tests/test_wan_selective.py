@@ -78,7 +78,7 @@ def test_in_16_bit_outputs_and_gradients_agree_up_to_rounding(products: bool) ->
     assert off(selective_copy(plain, products)) < 1.2 * off(plain)
 
 
-def test_weights_that_are_in_16_bit_train_too() -> None:
+def test_weights_in_16_bit_train_too() -> None:
     """As under fsdp, which gathers weights in the type of the computation."""
     plain = plain_model()
     gradients = []
@@ -162,7 +162,9 @@ def stored_widths(form: str, compiles: bool) -> tuple[float, float]:
 
 @pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("form", list(FORMS))
-def test_blocks_store_what_the_table_says(form: str, compiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_store_the_tensors_listed_in_the_table(
+    form: str, compiles: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # diffusers makes the kernel that one model has chosen the default of all others.
     monkeypatch.setattr(attention_dispatch._AttentionBackendRegistry, "_active_backend", AttentionBackendName.NATIVE)
     widths, of_weights = stored_widths(form, compiles)
@@ -174,7 +176,7 @@ def test_blocks_store_what_the_table_says(form: str, compiles: bool, monkeypatch
     assert of_weights == (copies if form == "none" else 0)
 
 
-def test_why_a_block_is_recomputed_as_a_whole() -> None:
+def test_blocks_that_cannot_store_selectively_are_fully_recomputed_with_a_reason() -> None:
     plain = fast_copy(plain_model())
     assert why_not_selective(plain.blocks[0]) is None
     frozen = fast_copy(plain_model())
@@ -187,7 +189,7 @@ def test_why_a_block_is_recomputed_as_a_whole() -> None:
     assert "dropout" in str(why_not_selective(random.blocks[0]))
 
 
-def test_where_blocks_are_not_fast_torch_recomputes_selectively(computed: list[bool]) -> None:
+def test_blocks_without_our_kernels_use_torchs_selective_checkpointing(computed: list[bool]) -> None:
     plain = plain_model()
     made = copy.deepcopy(plain)
     stored: list[int] = []
@@ -200,7 +202,7 @@ def test_where_blocks_are_not_fast_torch_recomputes_selectively(computed: list[b
 
 
 @pytest.mark.parametrize("selective", [True, False])
-def test_recomputing_selectively_takes_the_blocks_own_form(computed: list[bool], selective: bool) -> None:
+def test_selective_recomputing_uses_the_blocks_own_implementation(computed: list[bool], selective: bool) -> None:
     plain = plain_model()
     made = fast_copy(plain)
     for block in made.blocks:
@@ -210,7 +212,9 @@ def test_recomputing_selectively_takes_the_blocks_own_form(computed: list[bool],
     assert computed == [False] * len(made.blocks) * selective
 
 
-def test_without_gradients_nothing_is_prepared_for_them(computed: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_gradients_nothing_is_stored_for_backward(
+    computed: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
     made, calls, forward = selective_copy(plain_model(), False), [], our_block._forward
 
     def noted(*inputs: Any) -> Tensor:

@@ -85,7 +85,7 @@ def test_without_a_file_the_student_has_half_of_the_teachers_layers() -> None:
     assert student_of(None, {**TEACHER, "num_layers": 1}, 8).config["num_layers"] == 1
 
 
-def test_the_known_keys_describe_a_wan_transformer(tmp_path: Path) -> None:
+def test_the_original_scripts_keys_describe_a_wan_transformer(tmp_path: Path) -> None:
     student = student_of(described(tmp_path, {**KNOWN, "projection_factor": 0.5}), CONFIGS["1.3b"], 8)
     sizes = {"num_attention_heads": 16, "attention_head_dim": 64, "num_layers": 16, "ffn_dim": 5976}
     assert {**CONFIGS["1.3b"], **sizes}.items() <= student.config.items()
@@ -111,7 +111,7 @@ def test_a_student_larger_than_its_teacher_is_built_with_a_note(tmp_path: Path) 
     assert f"{num_weights(student.config):,}" in student.remarks[-1] and "more than its teacher" in student.remarks[-1]
 
 
-def test_weights_are_counted_without_being_made() -> None:
+def test_weights_are_counted_without_allocating_them() -> None:
     assert num_weights(TEACHER) == sum(parameter.numel() for parameter in build(TEACHER).parameters())
     assert num_weights(CONFIGS["14b"]) == 14_288_491_584
 
@@ -147,7 +147,7 @@ def test_weights_are_counted_without_being_made() -> None:
         ([1], ("JSON object",)),
     ],
 )
-def test_an_impossible_description_is_rejected(values: Any, words: tuple[str, ...], tmp_path: Path) -> None:
+def test_an_impossible_student_config_is_rejected(values: Any, words: tuple[str, ...], tmp_path: Path) -> None:
     refused(lambda: student_of(described(tmp_path, values), CONFIGS["1.3b"], 8), "student.json", *words)
 
 
@@ -170,7 +170,7 @@ def test_a_missing_file_is_rejected(tmp_path: Path) -> None:
         ("1,2,4", 3, [1, 2, 4]),
     ],
 )
-def test_layers_are_chosen_as_configured(layers: str, count: int, expected: list[int], tmp_path: Path) -> None:
+def test_the_configured_teacher_layers_are_copied(layers: str, count: int, expected: list[int], tmp_path: Path) -> None:
     teacher, config = model(TEACHER), {**TEACHER, "num_layers": count}
     weights = saved(teacher, tmp_path)
     pruning = plan(weights, TEACHER, config, layers, [0.1, 0.9, 0.2, 0.3, 0.4])
@@ -197,14 +197,14 @@ def test_layers_are_chosen_as_configured(layers: str, count: int, expected: list
         ("importance", [float("nan")] * 5, "finite"),
     ],
 )
-def test_unavailable_layers_are_rejected(
+def test_layers_that_the_teacher_does_not_have_are_rejected(
     layers: str, importance: list[float] | None, word: str, tmp_path: Path
 ) -> None:
     weights = saved(model(TEACHER), tmp_path)
     refused(lambda: plan(weights, TEACHER, {**TEACHER, "num_layers": 3}, layers, importance), word)
 
 
-def test_importance_is_how_much_a_block_turns_the_stream() -> None:
+def test_importance_is_how_much_a_block_changes_the_residual_stream() -> None:
     teacher = model(TEACHER)
     idle = teacher.blocks[2]
     with torch.no_grad():
@@ -221,7 +221,7 @@ def test_importance_is_how_much_a_block_turns_the_stream() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_student_of_the_same_sizes_is_the_teacher_to_the_bit(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_a_student_of_the_same_size_equals_the_teacher_bit_for_bit(dtype: torch.dtype, tmp_path: Path) -> None:
     teacher = model(TEACHER).to(dtype)
     pruning = plan(weights := saved(teacher, tmp_path), TEACHER, TEACHER)
     source = PrunedWeights(lambda: (weights, pruning))
@@ -231,7 +231,7 @@ def test_a_student_of_the_same_sizes_is_the_teacher_to_the_bit(dtype: torch.dtyp
     assert "all 5 layers" in pruning.summary
 
 
-def test_a_factor_multiplies_all_that_is_inherited(tmp_path: Path) -> None:
+def test_the_inheritance_factor_scales_all_inherited_weights(tmp_path: Path) -> None:
     weights = saved(teacher := model(TEACHER), tmp_path)
     student = inherited(weights, plan(weights, TEACHER, TEACHER, factor=0.5), TEACHER)
     for (name, mine), theirs in zip(student.named_parameters(), teacher.parameters(), strict=True):
@@ -316,7 +316,7 @@ def a_model_and_a_wide_one_that_says_the_same() -> tuple[Any, Any]:
     return inner, outer
 
 
-def test_a_narrower_student_finds_the_model_inside_its_teacher(tmp_path: Path) -> None:
+def test_a_narrower_student_recovers_a_model_embedded_in_its_teacher(tmp_path: Path) -> None:
     inner, outer = a_model_and_a_wide_one_that_says_the_same()
     torch.testing.assert_close(velocity(outer), velocity(inner), rtol=1e-4, atol=1e-4)  # eps has twice the effect
     pruning = plan(weights := saved(outer, tmp_path), OUTER, INNER)
@@ -334,7 +334,7 @@ def test_a_narrower_student_finds_the_model_inside_its_teacher(tmp_path: Path) -
     [NARROW, {**TEACHER, "ffn_dim": 24}, {**NARROW, "num_attention_heads": 3, "attention_head_dim": 6}],
     ids=["narrower", "fewer neurons", "other heads"],
 )
-def test_any_rows_are_those_of_the_whole(config: dict[str, Any], tmp_path: Path) -> None:
+def test_rows_of_pruned_weights_equal_rows_of_the_whole_matrix(config: dict[str, Any], tmp_path: Path) -> None:
     weights = saved(model(TEACHER), tmp_path)
     source = PrunedWeights(lambda: (weights, plan(weights, TEACHER, config)))
     for name, weight in build_meta(config).named_parameters():
@@ -344,7 +344,7 @@ def test_any_rows_are_those_of_the_whole(config: dict[str, Any], tmp_path: Path)
         assert torch.equal(whole, torch.cat([source.rows(f"transformer.{name}", *part) for part in parts])), name
 
 
-def test_only_what_lies_between_the_rows_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_range_between_the_first_and_last_row_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = saved(model(TEACHER), tmp_path)
     pruning = plan(weights, TEACHER, NARROW)
     source, read = PrunedWeights(lambda: (weights, pruning)), []
@@ -361,7 +361,7 @@ def test_only_what_lies_between_the_rows_is_read(tmp_path: Path, monkeypatch: py
     assert read == [places[8] - places[3] + 1]
 
 
-def test_a_plan_survives_json_and_gives_the_same_student(tmp_path: Path) -> None:
+def test_a_pruning_plan_survives_a_json_round_trip(tmp_path: Path) -> None:
     weights = saved(model(TEACHER), tmp_path)
     pruning = plan(weights, TEACHER, NARROW, factor=0.5)
     again = PruningPlan(**json.loads(json.dumps(asdict(pruning))))
@@ -369,7 +369,7 @@ def test_a_plan_survives_json_and_gives_the_same_student(tmp_path: Path) -> None
     assert torch.equal(velocity(inherited(weights, again, NARROW)), velocity(inherited(weights, pruning, NARROW)))
 
 
-def test_whole_heads_are_taken_and_the_strongest_ones(tmp_path: Path) -> None:
+def test_the_most_important_attention_heads_are_inherited_as_a_whole(tmp_path: Path) -> None:
     teacher = model(TEACHER)
     with torch.no_grad():
         for block in teacher.blocks:
@@ -381,7 +381,7 @@ def test_whole_heads_are_taken_and_the_strongest_ones(tmp_path: Path) -> None:
         assert pruning.kept[f"{layer}.attn1"] == [*range(12, 24), *range(36, 48)]
 
 
-def test_attention_with_other_heads_starts_random_with_zero_output(tmp_path: Path) -> None:
+def test_attention_with_another_number_of_heads_starts_random_with_zero_output(tmp_path: Path) -> None:
     config = {**TEACHER, "num_attention_heads": 8, "attention_head_dim": 6}
     weights = saved(teacher := model(TEACHER), tmp_path)
     pruning = plan(weights, TEACHER, config, seed=3)
@@ -419,7 +419,7 @@ def test_weights_that_cannot_be_inherited_are_rejected(
 # Fresh
 
 
-def test_a_fresh_student_outputs_zero_and_is_the_same_everywhere() -> None:
+def test_a_randomly_initialised_student_outputs_zero_and_is_the_same_on_every_rank() -> None:
     one, other = model(TEACHER, seed=1), model(TEACHER, seed=2)
     initialise_randomly(one, 7), initialise_randomly(other, 7)
     assert not velocity(one).any()
@@ -429,7 +429,7 @@ def test_a_fresh_student_outputs_zero_and_is_the_same_everywhere() -> None:
     assert not torch.equal(one.patch_embedding.weight, other.patch_embedding.weight)
 
 
-def test_fresh_weights_are_as_large_as_those_of_the_originals() -> None:
+def test_randomly_initialised_weights_have_the_scale_of_the_original_models() -> None:
     initialise_randomly(one := model(TEACHER), 0)
     embedder, block = one.condition_embedder, one.blocks[0]
     for weight, spread in (

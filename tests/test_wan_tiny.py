@@ -39,7 +39,7 @@ def accuracy(frames: Tensor, drawings: Shapes) -> dict[str, float]:
     return {name: float(hits.float().mean()) for name, hits in recognised(frames, *labels_of(drawings)).items()}
 
 
-def test_an_item_depends_on_seed_split_and_number_only() -> None:
+def test_an_item_depends_only_on_seed_split_and_index() -> None:
     first = Shapes(50)[7]
     torch.manual_seed(123)
     again = Shapes(8)[7]
@@ -48,13 +48,13 @@ def test_an_item_depends_on_seed_split_and_number_only() -> None:
         assert not torch.equal(first["frames"], other["frames"])
 
 
-def test_all_pairs_of_colour_and_shape_come_equally_often() -> None:
+def test_all_pairs_of_colour_and_shape_are_equally_frequent() -> None:
     drawings = Shapes(3 * PAIRS)
     pairs = [(plan.colour, plan.shape) for plan in map(drawings.plan, range(len(drawings)))]
     assert all(pairs.count((colour, shape)) == 3 for colour in COLOURS for shape in SHAPES)
 
 
-def test_a_drawing_has_the_colour_of_its_caption_in_the_middle_and_grey_in_the_corners() -> None:
+def test_a_drawing_has_its_captions_colour_in_the_middle_and_grey_corners() -> None:
     for num_frames, size in ((1, 16), (1, 32), (5, 48)):
         drawings = Shapes(PAIRS, num_frames, size)
         for item in map(drawings.__getitem__, range(len(drawings))):
@@ -67,7 +67,7 @@ def test_a_drawing_has_the_colour_of_its_caption_in_the_middle_and_grey_in_the_c
             assert (corner - corner.mean()).abs().max() < 1e-6
 
 
-def test_a_clip_moves_the_way_its_caption_says() -> None:
+def test_a_clip_moves_in_the_direction_that_its_caption_says() -> None:
     drawings = Shapes(2 * PAIRS, num_frames=9)
     steps = torch.arange(drawings.size, dtype=torch.float32)
     directions = set()
@@ -95,14 +95,14 @@ def test_an_impossible_dataset_is_rejected(wrong: dict[str, int]) -> None:
         Shapes(**{"num_samples": 1, **wrong})
 
 
-def test_no_item_beyond_the_end() -> None:
+def test_an_index_beyond_the_end_raises_an_error() -> None:
     drawings = Shapes(3)
     assert drawings[-1]["caption"] == drawings[2]["caption"]
     with pytest.raises(IndexError):
         drawings[3]
 
 
-def test_the_tokenizer_knows_the_captions_and_spells_other_words() -> None:
+def test_the_tokenizer_has_words_for_the_captions_and_letters_for_other_words() -> None:
     tokenizer = tiny_tokenizer()
     for drawings in (Shapes(4 * PAIRS), Shapes(4 * PAIRS, num_frames=5)):
         for i in range(len(drawings)):
@@ -126,7 +126,7 @@ def test_the_tokenizer_is_the_same_after_saving(tmp_path: Path) -> None:
     assert again.model_max_length == TEXT_LENGTH
 
 
-def test_the_text_encoder_has_the_same_weights_everywhere_and_leaves_the_generator_alone() -> None:
+def test_the_text_encoders_weights_are_reproducible_and_do_not_advance_the_random_generator() -> None:
     before = torch.get_rng_state()
     encoder = tiny_text_encoder()
     assert torch.equal(before, torch.get_rng_state())
@@ -138,7 +138,7 @@ def test_the_text_encoder_has_the_same_weights_everywhere_and_leaves_the_generat
     assert not encoder.training
 
 
-def test_captions_of_different_things_have_different_rows() -> None:
+def test_different_captions_have_different_embeddings() -> None:
     tokenizer, encoder = tiny_tokenizer(), tiny_text_encoder()
     captions = [f"a {colour} {shape}" for colour in COLOURS for shape in SHAPES]
     rows = encoder(tokenizer(captions, return_tensors="pt").input_ids).last_hidden_state.flatten(1)
@@ -146,13 +146,13 @@ def test_captions_of_different_things_have_different_rows() -> None:
     assert distances.min() > 0.2 * rows.norm(dim=1).mean()
 
 
-def test_the_vae_gives_back_what_it_was_given() -> None:
+def test_the_vae_reconstructs_its_inputs() -> None:
     vae = tiny_vae()
     for num_frames, least in ((1, 27.0), (5, 24.0), (9, 24.0)):
         assert make_vae.psnr(vae, num_frames, num_samples=24) > least
 
 
-def test_normalised_latents_have_mean_0_and_spread_1_and_the_promised_size() -> None:
+def test_normalised_latents_have_mean_0_and_standard_deviation_1() -> None:
     vae = tiny_vae()
     space, time = vae.config.scale_factor_spatial, vae.config.scale_factor_temporal
     mean, std = (
@@ -166,18 +166,18 @@ def test_normalised_latents_have_mean_0_and_spread_1_and_the_promised_size() -> 
         assert vae.decode(latents).sample.shape == (48, 3, num_frames, 32, 32)
 
 
-def test_the_vae_leaves_the_generator_alone() -> None:
+def test_the_vae_does_not_advance_the_random_generator() -> None:
     before = torch.get_rng_state()
     tiny_vae()
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_the_weights_that_ship_are_small() -> None:
+def test_the_included_weights_are_small() -> None:
     assert VAE_WEIGHTS.stat().st_size < 300_000
 
 
 @pytest.mark.parametrize("num_frames", [1, 5])
-def test_the_classifier_recognises_held_out_drawings_also_after_the_vae(num_frames: int) -> None:
+def test_the_classifier_recognises_held_out_drawings_even_after_the_vae(num_frames: int) -> None:
     drawings, vae = Shapes(4 * PAIRS, num_frames, split="eval"), tiny_vae()
     frames = frames_of(drawings)
     reconstructed = vae.decode(vae.encode(frames).latent_dist.mean).sample
@@ -185,14 +185,14 @@ def test_the_classifier_recognises_held_out_drawings_also_after_the_vae(num_fram
         assert min(accuracy(images, drawings).values()) >= 0.98
 
 
-def test_the_classifier_notices_that_a_caption_was_not_followed() -> None:
+def test_the_classifier_detects_a_sample_that_does_not_match_its_caption() -> None:
     drawings = Shapes(PAIRS, split="eval")
     colours, shapes = labels_of(drawings)
     hits = recognised(frames_of(drawings), (colours + 1) % len(COLOURS), (shapes + 1) % len(SHAPES))
     assert not hits["colour"].any() and not hits["shape"].any()
 
 
-def test_the_classifier_is_the_same_where_a_run_computes_in_16_bit() -> None:
+def test_the_classifier_ignores_the_runs_autocast() -> None:
     drawings = Shapes(2 * PAIRS, split="eval")
     frames, outside = frames_of(drawings), trained_classifier()
     expected = accuracy(frames, drawings)
@@ -208,12 +208,12 @@ def test_the_classifier_is_the_same_where_a_run_computes_in_16_bit() -> None:
     assert dtypes == {torch.float32}
 
 
-def test_the_classifier_takes_other_sizes() -> None:
+def test_the_classifier_accepts_other_sizes() -> None:
     drawings = Shapes(2 * PAIRS, size=64, split="eval")
     assert min(accuracy(frames_of(drawings), drawings).values()) >= 0.98
 
 
-def test_a_pipeline_of_the_tiny_parts_draws_frames() -> None:
+def test_a_pipeline_of_the_tiny_parts_generates_frames() -> None:
     from diffusers import WanPipeline, WanTransformer3DModel
 
     torch.manual_seed(0)
@@ -227,7 +227,7 @@ def test_a_pipeline_of_the_tiny_parts_draws_frames() -> None:
     assert frames.shape == (1, 5, 32, 32, 3)
 
 
-def test_make_vae_writes_what_tiny_vae_reads_and_never_over_a_file(
+def test_make_vae_writes_a_file_that_tiny_vae_reads_and_overwrites_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "vae.safetensors"
@@ -241,7 +241,7 @@ def test_make_vae_writes_what_tiny_vae_reads_and_never_over_a_file(
     assert "--force" in capsys.readouterr().err and file.read_bytes() == written
 
 
-def test_weights_of_something_else_are_refused(tmp_path: Path) -> None:
+def test_weights_of_another_model_are_rejected(tmp_path: Path) -> None:
     file = tmp_path / "vae.safetensors"
     file.write_bytes(b"no weights")
     with pytest.raises(ConfigError, match=r"vae\.safetensors"):

@@ -48,7 +48,7 @@ def test_a_file_that_is_larger_than_memory_is_read_by_rows(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.float8_e4m3fn, torch.complex64])
-def test_what_is_read_is_what_safetensors_reads(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_tensors_equal_those_that_safetensors_reads(tmp_path: Path, dtype: torch.dtype) -> None:
     tensors = {
         "matrix": torch.arange(24).reshape(6, 4).to(dtype),
         "number": torch.ones(()).to(dtype),
@@ -92,7 +92,7 @@ def test_the_command_that_converts_a_pickle_works_as_it_is_printed(tmp_path: Pat
     assert converted.keys() == {"a", "tied", "across"} and torch.equal(converted["across"], weight.t())
 
 
-def test_a_pickle_to_resume_from_is_answered_with_the_way_to_convert_it(tmp_path: Path) -> None:
+def test_the_error_for_resuming_from_a_pickle_explains_how_to_convert_it(tmp_path: Path) -> None:
     torch.save({"weight": torch.ones(1)}, tmp_path / "old.pt")
     done = unisono("train", TINY, "--output_dir", "run", "--resume", "old.pt", cwd=tmp_path)
     assert done.code == 2 and len(done.err.splitlines()) == 1
