@@ -296,7 +296,7 @@ def test_a_lora_cannot_resume_with_another_alpha(runs: dict[str, Outcome], root:
         )
 
 
-def test_a_single_file_model_is_exported_with_the_parts_that_were_used(root: Path, tmp_path: Path) -> None:
+def test_a_transformer_alone_is_exported_with_the_parts_that_were_used(root: Path, tmp_path: Path) -> None:
     shutil.copytree(root / "2.1" / "transformer", tmp_path / "alone")
     paths = {"model_path": str(tmp_path / "alone"), "parts_path": str(root / "a14b")}
     paths["dataset_path"] = str(root / "data")

@@ -492,7 +492,7 @@ def test_base_weights_can_be_loaded_after_a_lora_was_added(tmp_path: Path) -> No
     assert all(".lora_" in name for name, it in made.named_parameters() if it.requires_grad)
 
 
-def test_lora_settings_that_select_no_layer_are_rejected() -> None:
+def test_invalid_lora_settings_are_rejected() -> None:
     refused(lambda: add_lora(model(), rank=0), "lora_rank")
     refused(lambda: add_lora(model(), rank=4, alpha=0.0), "lora_alpha")
     refused(lambda: add_lora(model(), rank=4, targets=["to_q", "to_x"]), "to_x", "to_q")
