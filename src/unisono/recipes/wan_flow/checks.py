@@ -10,10 +10,10 @@ from unisono.recipes.common.checks import check_paths, check_range
 from unisono.recipes.wan.checks import check_frames, check_prompts
 
 _AT_LEAST = {"num_eval": 0, "height": 0, "width": 0, "max_pixels": 0, "lora_rank": 0, "num_previews": 0, "fps": 0}
-_AT_LEAST |= {"eval_levels": 1, "preview_steps": 1, "caption_dropout": 0, "first_frame": 0}
+_AT_LEAST |= {"eval_levels": 1, "preview_steps": 1, "caption_dropout": 0, "first_frame": 0, "unmasked_weight": 0}
 _AT_MOST = {"num_frames": 100_001, "eval_levels": 1000, "preview_steps": 1000, "num_previews": 10_000}
 _AT_MOST |= {"height": 16_384, "width": 16_384, "fps": 1000, "lora_rank": 16_384, "num_shapes": 1_000_000}
-_AT_MOST |= {"caption_dropout": 1, "first_frame": 1}
+_AT_MOST |= {"caption_dropout": 1, "first_frame": 1, "unmasked_weight": 1}
 _MOST_PIXELS = 2**30  # limit per sample, because all its frames are in memory at once
 _PATHS = ("model_path", "model_config", "parts_path", "dataset_path", "eval_dataset_path", "cache_dir", "lora_path")
 _FINITE = ("logit_mean", "logit_std", "mode_scale", "guidance")
@@ -63,3 +63,7 @@ def check_config(config: Any) -> None:
         raise ConfigError("lora_targets: lora_path already decides the layers; remove one of them")
     if config.dataset_path == "shapes" and (config.model_config or "").lower() != "tiny":
         raise ConfigError("dataset_path shapes needs the tiny model; add --model_config tiny, or pass a folder")
+    if config.dataset_path == "shapes" and config.masked_loss:
+        raise ConfigError("masked_loss: the built-in shapes have no masks; pass a folder as dataset_path")
+    if config.unmasked_weight and not config.masked_loss:
+        raise ConfigError("unmasked_weight has no effect without masked_loss; add --masked_loss, or remove it")

@@ -18,7 +18,13 @@ if TYPE_CHECKING:
 
 
 def loss_by_level(
-    flow: FlowLoss, model: Experts, latent: Tensor, text: Tensor, noise: Noise, num_levels: int
+    flow: FlowLoss,
+    model: Experts,
+    latent: Tensor,
+    text: Tensor,
+    noise: Noise,
+    num_levels: int,
+    mask: Tensor | None = None,
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """The loss at evenly spaced quantiles of the noise levels, as a curve and as its mean."""
     draws, levels = noise.normal(*latent.shape[1:]), flow.levels_for(latent)
@@ -26,16 +32,17 @@ def loss_by_level(
     for number in range(num_levels):
         quantile = torch.full((len(latent),), (number + 0.5) / num_levels, device=latent.device)
         sigma = levels.within(quantile, flow.low, flow.high).to(latent.dtype)
-        each, metrics = flow.errors(model, latent, text, sigma, draws, None)
+        each, weights, metrics = flow.errors(model, latent, text, sigma, draws, None, mask)
         losses.append(each.double().sum())
         sigmas.append(sigma.double().sum())
         cosines.append(metrics["velocity_cosine"].double())
     count = torch.tensor(float(len(latent)), device=latent.device, dtype=torch.float64)
-    means = {"loss": torch.stack(losses).mean(), "velocity_cosine": torch.stack(cosines).mean()}
-    curves = {"loss_by_level": torch.stack(losses), "sigma_by_level": torch.stack(sigmas)}
+    weight = count if weights is None else weights.double().sum()
+    curves = {"loss_by_level": (torch.stack(losses), weight), "sigma_by_level": (torch.stack(sigmas), count)}
     return {
-        **{name: (value, count) for name, value in means.items()},
-        **{name: (curve, count.expand(num_levels)) for name, curve in curves.items()},
+        "loss": (torch.stack(losses).mean(), weight),
+        "velocity_cosine": (torch.stack(cosines).mean(), count),
+        **{name: (curve, number.expand(num_levels)) for name, (curve, number) in curves.items()},
     }
 
 

@@ -2,6 +2,9 @@
 
 A sample's loss is the mean over its elements, so that a video counts as much as an image; the engine then averages over
 samples. Every random number is drawn per sample, so the loss of a sample does not depend on its batch or rank.
+
+With masks, each element is weighted, and the engine divides by the sum of the samples' mean weights instead of the
+number of samples: the loss of a step is the weighted mean over its global batch, however that is divided.
 """
 
 from __future__ import annotations
@@ -36,16 +39,23 @@ class FlowLoss:
     caption_dropout: float = 0.0
     first_frame: float = 0.0
     """Probability that a video's first frame is a condition instead of a target."""
+    unmasked_weight: float = 0.0
+    """Weight of the elements where the mask is 0."""
 
-    def loss(self, model: Experts, latent: Tensor, text: Tensor, empty: Tensor, noise: Noise) -> Loss:
-        """The mean squared error of the velocity, summed over samples."""
+    def loss(
+        self, model: Experts, latent: Tensor, text: Tensor, empty: Tensor, noise: Noise, mask: Tensor | None = None
+    ) -> Loss:
+        """The mean squared error of the velocity, summed over samples; see `errors` for the mask."""
         chance = noise.uniform(3, dtype=torch.float64)
         sigma = self.levels_for(latent).within(chance[:, 0], self.low, self.high).to(latent.dtype)
         dropped = chance[:, 1] < self.caption_dropout
         text = torch.where(dropped[:, None, None], empty.to(text), text)
         conditioned = chance[:, 2] < self.first_frame if self.first_frame and latent.shape[2] > 1 else None
-        errors, metrics = self.errors(model, latent, text, sigma, noise.normal(*latent.shape[1:]), conditioned)
-        return Loss(errors.sum(), len(errors), metrics)
+        draws = noise.normal(*latent.shape[1:])
+        errors, weights, metrics = self.errors(model, latent, text, sigma, draws, conditioned, mask)
+        if weights is None:
+            return Loss(errors.sum(), len(errors), metrics)
+        return Loss(errors.sum(), weights.sum(), {name: (value, len(errors)) for name, value in metrics.items()})
 
     def levels_for(self, latent: Tensor) -> NoiseLevels:
         """The distribution of noise levels for samples of this size."""
@@ -55,32 +65,47 @@ class FlowLoss:
         return replace(self.levels, shift=shift_for(height * width))
 
     def errors(
-        self, model: Experts, latent: Tensor, text: Tensor, sigma: Tensor, draws: Tensor, conditioned: Tensor | None
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The mean squared error of each sample, [batch], and metrics summed over samples.
+        self,
+        model: Experts,
+        latent: Tensor,
+        text: Tensor,
+        sigma: Tensor,
+        draws: Tensor,
+        conditioned: Tensor | None,
+        mask: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
+        """The mean squared error of each sample, [batch], its weight, and metrics summed over samples.
 
-        `conditioned` [batch] marks the samples whose first frame is a condition.
+        `conditioned` [batch] marks the samples whose first frame is a condition. `mask` [batch, 1, f, h, w] weights the
+        elements; the weight of a sample is then the mean of its elements' weights. Without a mask it is None.
         """
         noisy, target, times = noised(latent, draws, sigma), velocity(latent, draws), None
         if self.first_frame and latent.shape[2] > 1:
             conditioned = torch.zeros_like(sigma, dtype=torch.bool) if conditioned is None else conditioned
             noisy, times = with_first_frame(noisy, latent, sigma, conditioned, model.config.patch_size)
         predicted = model(noisy, sigma, text, times).to(target.dtype)  # the loss is computed in float32
-        if conditioned is None:
-            errors = (predicted - target).square().flatten(1).mean(1)
+        if conditioned is None and mask is None:
+            errors, weights = (predicted - target).square().flatten(1).mean(1), None
         else:  # the first frame of a conditioned sample does not count in the loss
-            weight = torch.ones_like(target[:, :1])
-            weight[:, :, 0] = (~conditioned).to(weight.dtype)[:, None, None, None]
+            counted = torch.ones_like(target[:, :1])
+            if conditioned is not None:
+                counted[:, :, 0] = (~conditioned).to(counted.dtype)[:, None, None, None]
+            weight = (
+                counted if mask is None else counted * mask.to(counted).lerp(counted.new_ones(()), self.unmasked_weight)
+            )
+            num_counted = counted.flatten(1).sum(1)
             squares = ((predicted - target).square() * weight).flatten(1).sum(1)
-            errors = squares / (weight.flatten(1).sum(1) * target.shape[1])
+            errors = squares / (num_counted * target.shape[1])
+            weights = None if mask is None else weight.flatten(1).sum(1) / num_counted
             predicted, target = predicted * weight, target * weight
         flat_predicted, flat_target = predicted.detach().flatten(1), target.flatten(1)
+        norms = flat_target.norm(dim=1).clamp_min(torch.finfo(target.dtype).tiny)  # a mask may leave nothing to predict
         metrics = {
             "velocity_cosine": F.cosine_similarity(flat_predicted, flat_target).sum(),
-            "velocity_norm": flat_predicted.norm(dim=1).div(flat_target.norm(dim=1)).sum(),
+            "velocity_norm": flat_predicted.norm(dim=1).div(norms).sum(),
             "sigma": sigma.sum(),
         }
-        return errors, metrics
+        return errors, weights, metrics
 
 
 def with_first_frame(

@@ -215,7 +215,8 @@ class WanFlow(WanRecipe):
         size = (geometry.channels, frames, height // geometry.spatial_factor, width // geometry.spatial_factor)
         even = (*size[:2], *(side - side % geometry.patch for side in size[2:]))
         text = torch.empty(encoders.text_length, encoders.text_width, dtype=encoders.text_dtype, device="meta")
-        return {"latent": torch.empty(even, device="meta"), "text": text}
+        mask = {"mask": torch.empty(1, *even[1:], device="meta")} if config.masked_loss else {}
+        return {"latent": torch.empty(even, device="meta"), "text": text, **mask}
 
     def collate(self, items: list[Any]) -> Any:
         """Collates samples of one shape into a micro-batch."""
@@ -285,14 +286,16 @@ class WanFlow(WanRecipe):
         if self._base_to_record is not None and not self.is_estimate:
             self._base_to_record.record()
             self._base_to_record = None
-        return self.setup.flow.loss(model, latent, text, self.without_caption(text), noise)  # type: ignore[arg-type]
+        empty = self.without_caption(text)
+        return self.setup.flow.loss(model, latent, text, empty, noise, batch.get("mask"))  # type: ignore[arg-type]
 
     def evaluate(self, model: nn.Module, batch: Any, noise: Noise) -> Mapping[str, Any]:
         """The loss at fixed noise levels; for the built-in shapes, also the accuracy of generated samples."""
         from unisono.recipes.wan_flow.evaluation import loss_by_level, shape_metrics
 
         latent, text = self._inputs(model, batch)
-        metrics = loss_by_level(self.setup.flow, model, latent, text, noise, self.config.eval_levels)  # type: ignore[arg-type]
+        inputs = (latent, text, noise, self.config.eval_levels, batch.get("mask"))
+        metrics = loss_by_level(self.setup.flow, model, *inputs)  # type: ignore[arg-type]
         if "colour" not in batch:
             return metrics
         return {**metrics, **shape_metrics(self, model, batch, text, noise)}  # type: ignore[arg-type]

@@ -91,6 +91,10 @@ class Config(Recipe.Config):
     """Probability of training a sample without its caption, which classifier-free guidance needs."""
     first_frame: float = 0.0
     """Probability that a video's first frame is a condition instead of a target. TI2V-5B only."""
+    masked_loss: bool = False
+    """Weight the loss by the masks beside the samples (a.mask.png or a.mask.mp4): white counts, black does not."""
+    unmasked_weight: float = 0.0
+    """Weight of what is black in a mask, from 0 to 1, with masked_loss."""
 
     lora_rank: int = 0
     """Rank of the LoRA to train. 0 trains all weights."""

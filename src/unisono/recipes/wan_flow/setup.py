@@ -105,7 +105,9 @@ class Setup:
             parts, boundary = parts_to_train((HIGH, LOW), config.expert), BOUNDARY
         low, high = levels_of(parts, boundary)
         factor = self.encoders.geometry.spatial_factor
-        return FlowLoss(levels, low, high, by_size, factor, config.caption_dropout, config.first_frame)
+        return FlowLoss(
+            *(levels, low, high, by_size, factor, config.caption_dropout, config.first_frame, config.unmasked_weight)
+        )
 
 
 def _is_whole_model(folder: WanFolder) -> bool:

@@ -5,6 +5,7 @@ The key of an entry is a hash of everything that the entry was computed from: th
 Several runs, ranks and settings can share one folder. No file name in the folder comes from the data.
 
     latents/<hash>.safetensors   packs of latents
+    masks/<hash>.safetensors     packs of masks on the grid of the latents
     text/<hash>.safetensors      packs of caption embeddings, each distinct caption once
     sizes/<hash>.safetensors     without a cache: the size of each sample after cropping
     bad/<key>.json               the reason why a file cannot be used
@@ -12,7 +13,7 @@ Several runs, ranks and settings can share one folder. No file name in the folde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -28,6 +29,7 @@ from unisono.recipes.common.packs import PackEntry, PackReader, Packs
 from unisono.recipes.wan.data.cache_fill import Finish, fill, loaded_on_demand
 from unisono.recipes.wan.data.cached import CachedSamples
 from unisono.recipes.wan.data.crop import Crop, MediaKeys, media_of, short_videos
+from unisono.recipes.wan.data.masks import MaskCache
 from unisono.recipes.wan.data.precomputed import read_embedding, read_latent
 from unisono.recipes.wan.data.sources import Source
 from unisono.recipes.wan.models.text import TextEncoder, pad
@@ -52,6 +54,8 @@ class CacheSettings:
     text_dtype: torch.dtype = torch.bfloat16
     statistics: tuple[Tensor, Tensor] | None = None
     """Mean and standard deviation to normalise the user's own latents with; None if these are normalised already."""
+    masked: bool = False
+    """Whether the masks beside the samples are used."""
 
 
 class Cache:
@@ -71,6 +75,9 @@ class Cache:
         self._latents = Packs(folder / "latents", self._is_latent)
         self._texts = Packs(folder / "text", self._is_text)
         self._bad = BadFiles(folder / "bad")
+        self._masks: MaskCache | None = None
+        if settings.masked:
+            self._masks = MaskCache(folder, sources, self._latent_keys, settings.crop, settings.geometry)
         self._caption_keys = Keys("caption", _FORMAT, settings.text, settings.text_length, str(settings.text_dtype))
         self._extra = {self._caption_keys.of_text(caption): Source("", None, caption) for caption in captions}
         self._extra_entries: dict[str, PackEntry] = {}
@@ -84,6 +91,8 @@ class Cache:
         with loaded_on_demand(vae, work.device) as loaded_vae:
             read = partial(self._read_latent, loaded_vae)
             fill(work, self._latents, self._bad, "encoding latents", latents, read)
+        if self._masks:
+            self._masks.fill(work, self._bad)
 
     def _is_latent(self, entry: PackEntry) -> bool:
         geometry, shape = self._settings.geometry, entry.shape
@@ -122,7 +131,9 @@ class Cache:
     def open(self, leave_out_bad: bool = False) -> CachedSamples:
         """Opens the samples, once all ranks have filled their share. With `leave_out_bad`, skips unusable samples."""
         latents, texts = self._latents.find(), self._texts.find()
-        needed = [(latents, self._latent_keys), (texts, self._text_keys)]
+        needed: list[tuple[Container[str], Sequence[str]]] = [(latents, self._latent_keys), (texts, self._text_keys)]
+        if self._masks:
+            needed.append((self._masks.find(), self._masks.keys))
         good, remarks = usable_samples(self._sources, needed, self._bad, leave_out_bad)
         captions = list(dict.fromkeys(self._text_keys[index] for index in good))
         number = {key: index for index, key in enumerate(captions)}
@@ -135,6 +146,7 @@ class Cache:
             PackReader(self._texts.folder, [texts[key] for key in captions]),
             [number[self._text_keys[index]] for index in good],
             self._settings.text_length,
+            self._masks.open(good) if self._masks else None,
         )
         frames = (1 + (entry.shape[1] - 1) * self._settings.geometry.temporal_factor for entry in entries)
         data.remarks = remarks + short_videos(data.sources, frames, self._settings.crop.num_frames)

@@ -10,6 +10,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from unisono.recipes.common.packs import PackReader
+from unisono.recipes.wan.data.masks import CachedMasks
 from unisono.recipes.wan.data.sources import Source
 from unisono.recipes.wan.models.text import pad
 from unisono.recipes.wan.models.vae import Geometry
@@ -70,18 +71,22 @@ class CachedSamples(ShapedSamples):
         texts: PackReader,
         text_of: Sequence[int],
         text_length: int,
+        masks: CachedMasks | None = None,
     ) -> None:
         super().__init__(sources, shapes, geometry)
         self._latents, self._latent_of = latents, np.arange(len(shapes), dtype=np.int32)
         self._texts, self._text_of = texts, np.array(text_of, dtype=np.int32)
-        self._text_length = text_length
+        self._text_length, self._masks = text_length, masks
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return {
+        item: dict[str, Any] = {
             "latent": self._latents[self._latent_of[index]],
             "text": pad(self._texts[self._text_of[index]], self._text_length),
             "index": index,
         }
+        if self._masks is not None:
+            item["mask"] = self._masks.mask(int(self._latent_of[index]), item["latent"].shape)
+        return item
 
     def subset(self, indices: Sequence[int]) -> Self:
         """The samples of these indices, in this order."""

@@ -3,12 +3,13 @@
 Either a file lists the samples (see `metadata`), or each video and image has a text file of the same name, in
 subfolders too: `cats/a.mp4` and `cats/a.txt`. `a.latent.safetensors` holds the latent of `a`, and `a.safetensors` the
 embedding of its caption. A sample with a latent needs no video, and a sample with an embedding needs no caption.
+`a.mask.png` or `a.mask.mp4` says which parts of `a` count in the loss.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from os.path import splitext
 from pathlib import Path
@@ -21,6 +22,7 @@ from unisono.recipes.wan.data.decode import IMAGES
 from unisono.recipes.wan.data.metadata import CAPTION_LISTS, MEDIA_LISTS, TABLES, rows_of, rows_of_lists
 
 LATENT, EMBEDDING = ".latent.safetensors", ".safetensors"
+MASKS = (".mask.png", ".mask.mp4")
 _MEDIA = (*VIDEO_SUFFIXES, *IMAGES)
 _MOST_CHARACTERS = 65_536  # limit of a caption; a model takes 512 tokens
 _NO_CAPTION = "has no caption"
@@ -38,6 +40,7 @@ class Source:
     """None if the sample has only an embedding. A sample with an empty caption is trained without text."""
     latent: Path | None = None
     embedding: Path | None = None
+    mask: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -161,6 +164,8 @@ def _side_by_side(tree: Tree) -> _Samples:
             media[path.removesuffix(LATENT)] += []
         elif suffix == ".txt":
             texts[stem] = path
+    for path in _beside_samples(media):
+        media[splitext(path)[0]].remove(path)
     for stem, paths in sorted(media.items()):
         if len(paths) > 1 and stem + LATENT in tree:
             raise ConfigError(f"{tree.path(stem + LATENT)} could belong to {' or '.join(paths)}; rename one of them")
@@ -174,11 +179,22 @@ def _side_by_side(tree: Tree) -> _Samples:
         for path in paths:
             if path in tree:  # raises for a link that leads outside
                 _add(samples, tree, f"{tree.folder}/{path}", stem, path, caption)
-        if not paths:
+        if not paths and stem + LATENT in tree:
             _add(samples, tree, f"{tree.folder}/{stem}{LATENT}", stem, None, caption)
     if tree.not_followed:
         samples.remarks.append(f"skipped links to folders: {_few(tree.not_followed)}")
     return samples
+
+
+def _beside_samples(media: Mapping[str, Sequence[str]]) -> list[str]:
+    """The images and videos that are no samples, because their names say that they belong to one."""
+    return [
+        stem + suffix
+        for stem in media
+        for suffix in MASKS
+        for path in media.get(stem + splitext(suffix)[0], ())
+        if path == stem + suffix
+    ]
 
 
 def _read_caption(tree: Tree, path: str) -> str:
@@ -190,15 +206,18 @@ def _read_caption(tree: Tree, path: str) -> str:
 def _add(samples: _Samples, tree: Tree, where: str, stem: str, media: str | None, caption: str | None) -> None:
     """Adds a sample with its latent and embedding, or records the problem with it."""
     latent, embedding = (tree.path(stem + kind) if stem + kind in tree else None for kind in (LATENT, EMBEDDING))
+    masks = [tree.path(stem + kind) for kind in MASKS if stem + kind in tree]
     if caption is None and embedding is None:
         samples.bad.append(_Bad(where, _NO_CAPTION, f"write one, for instance into {stem}.txt"))
     elif len(caption or "") > _MOST_CHARACTERS:
         samples.bad.append(_Bad(where, f"its caption has more than {_MOST_CHARACTERS:,} characters", "shorten it"))
     elif not is_unicode(stem) or not is_unicode(caption or ""):
         samples.bad.append(_Bad(where, "its name or caption is not valid Unicode", "correct it"))
+    elif len(masks) > 1:
+        samples.bad.append(_Bad(where, f"it has two masks, {masks[0].name} and {masks[1].name}", "remove one of them"))
     else:
         path = None if media is None else tree.path(media)
-        samples.sources.append(Source(media or stem + LATENT, path, caption, latent, embedding))
+        samples.sources.append(Source(media or stem + LATENT, path, caption, latent, embedding, *masks))
 
 
 def _refuse_empty(samples: _Samples, folder: Path, hint: str) -> None:

@@ -12,15 +12,18 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+from torch import Tensor
 
 from unisono.engine.recipe import Work
 from unisono.errors import ConfigError
 from unisono.recipes.common.bad_files import BadFiles, usable_samples
 from unisono.recipes.common.fingerprint import Keys
 from unisono.recipes.common.packs import PackReader, Packs
+from unisono.recipes.wan.data import media
 from unisono.recipes.wan.data.cache_fill import Finish, fill
-from unisono.recipes.wan.data.cached import ShapedSamples
+from unisono.recipes.wan.data.cached import Shape, ShapedSamples
 from unisono.recipes.wan.data.crop import Crop, MediaKeys, media_of, short_videos
+from unisono.recipes.wan.data.masks import check_same_frames, read_mask
 from unisono.recipes.wan.data.media import Fit
 from unisono.recipes.wan.data.sources import Source
 from unisono.recipes.wan.models.vae import Geometry
@@ -29,14 +32,25 @@ from unisono.recipes.wan.models.vae import Geometry
 class UncachedSamples(ShapedSamples):
     """Frames and captions, which `WanVae.encode_frames` and `TextEncoder.encode` encode in every step."""
 
-    def __init__(self, sources: Sequence[Source], fits: Sequence[Fit], geometry: Geometry, crop: Crop) -> None:
+    def __init__(
+        self, sources: Sequence[Source], fits: Sequence[Fit], geometry: Geometry, crop: Crop, masked: bool = False
+    ) -> None:
         super().__init__(sources, [geometry.shape(fit.frames, fit.height, fit.width) for fit in fits], geometry)
-        self._fits, self._crop = list(fits), crop
+        self._fits, self._crop, self._masked = list(fits), crop, masked
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         source = self.sources[index]
-        frames = self._crop.read(media_of(source), self._fits[index])
-        return {"frames": frames, "caption": source.caption or "", "index": index}
+        before = torch.get_rng_state()
+        item = {"frames": self._crop.read(media_of(source), self._fits[index]), "caption": source.caption or ""}
+        if self._masked:
+            after = torch.get_rng_state()
+            torch.set_rng_state(before)  # a mask has the same random window as its video
+            item["mask"] = self._mask(source, self.shape(index))
+            torch.set_rng_state(after)
+        return {**item, "index": index}
+
+    def _mask(self, source: Source, shape: Shape) -> Tensor:
+        return torch.ones(1, *shape[1:]) if source.mask is None else read_mask(source, self._crop, self._geometry)
 
     def subset(self, indices: Sequence[int]) -> Self:
         """The samples of these indices, in this order."""
@@ -48,14 +62,16 @@ class UncachedSamples(ShapedSamples):
 class SampleSizes:
     """The size of each sample after cropping, computed once by all ranks together, and stored."""
 
-    def __init__(self, folder: Path, sources: Sequence[Source], crop: Crop, geometry: Geometry) -> None:
+    def __init__(
+        self, folder: Path, sources: Sequence[Source], crop: Crop, geometry: Geometry, masked: bool = False
+    ) -> None:
         for source in sources:
             if source.latent is not None or source.embedding is not None:
                 raise ConfigError(
                     f"{source.name} has its own latent or embedding file, which only the cache uses; remove "
                     "--no_cache, or move those files away"
                 )
-        self._sources, self._crop, self._geometry = sources, crop, geometry
+        self._sources, self._crop, self._geometry, self._masked = sources, crop, geometry, masked
         self._sizes, self._bad = Packs(folder / "sizes"), BadFiles(folder / "bad")
 
     def fill(self, work: Work) -> None:
@@ -64,7 +80,10 @@ class SampleSizes:
         fill(work, self._sizes, self._bad, "reading sizes", sources, self._measure)
 
     def _measure(self, source: Source) -> Finish:
-        fit = self._crop.fit(media_of(source), self._geometry.multiple)
+        path = media_of(source)
+        fit = self._crop.fit(path, self._geometry.multiple)
+        if self._masked and source.mask is not None:
+            check_same_frames(source.mask, media.probe(path), "mask")
         size = torch.tensor([fit.frames, fit.height, fit.width])
         return lambda: size
 
@@ -74,11 +93,18 @@ class SampleSizes:
         good, remarks = usable_samples(self._sources, [(entries, self._keys)], self._bad, leave_out_bad)
         sizes = PackReader(self._sizes.folder, [entries[self._keys[index]] for index in good])
         fits = [Fit(*sizes[number].tolist()) for number in range(len(good))]
-        data = UncachedSamples([self._sources[index] for index in good], fits, self._geometry, self._crop)
+        data = UncachedSamples([self._sources[index] for index in good], fits, self._geometry, self._crop, self._masked)
         data.remarks = remarks + short_videos(data.sources, (fit.frames for fit in fits), self._crop.num_frames)
         return data
 
     @cached_property
     def _keys(self) -> list[str]:
         keys = MediaKeys(self._crop, lambda crop: Keys("size", self._geometry.multiple, asdict(crop)))
-        return [keys.of(source) for source in self._sources]
+        sizes = [keys.of(source) for source in self._sources]
+        if not self._masked:
+            return sizes
+        with_mask = Keys("size with mask")
+        return [
+            size if source.mask is None else with_mask.of_file(size, source.mask)
+            for size, source in zip(sizes, self._sources, strict=True)
+        ]

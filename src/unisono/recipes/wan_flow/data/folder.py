@@ -69,18 +69,39 @@ class FolderData:
             self.remarks.append(
                 f"{path}: --num_frames 1 uses a single frame of each video ({videos}); use 5, 9, 13, … for more"
             )
+        self._check_masks(path, [source.name for source in sources if source.mask is None], len(sources))
         return sources
+
+    def _check_masks(self, path: str, without: Sequence[str], num_samples: int) -> None:
+        """Raises ConfigError if masked_loss has no mask to use; adds remarks about masks that are missing or unused."""
+        examples = ", ".join(without[:3]) + (", …" if len(without) > 3 else "")
+        if not self._config.masked_loss:
+            if len(without) < num_samples:
+                masks = format_count(num_samples - len(without), "mask")
+                self.remarks.append(
+                    f"{path}: {masks} beside the samples, not used; --masked_loss weights the loss by them"
+                )
+        elif len(without) == num_samples and path == self._config.dataset_path:
+            raise ConfigError(
+                f"masked_loss: {path} has no masks; expected a.mask.png or a.mask.mp4 beside a.mp4, or remove "
+                "masked_loss"
+            )
+        elif without:
+            self.remarks.append(
+                f"{path}: {len(without):,} of {num_samples:,} samples have no mask and count everywhere: {examples}"
+            )
 
     def _index(self, sources: list[Source], folder: Path, prompts: Sequence[str]) -> Cache | SampleSizes:
         config, encoders = self._config, self._encoders
         if config.no_cache:
-            return SampleSizes(folder, sources, self._crop, encoders.geometry)
+            return SampleSizes(folder, sources, self._crop, encoders.geometry, config.masked_loss)
         vae, text = encoders.fingerprints()
         sizes = encoders.text_width, encoders.text_length
         raw = config.latents == "raw" and any(source.latent is not None for source in sources)
         settings = CacheSettings(
             *(vae, text, encoders.geometry, *sizes, self._crop, encoders.text_dtype),
             statistics=encoders.statistics() if raw else None,
+            masked=config.masked_loss,
         )
         without_caption = [""] if config.caption_dropout or config.guidance != 1 else []
         return Cache(folder, sources, settings, [*without_caption, *prompts])
