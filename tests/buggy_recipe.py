@@ -39,7 +39,7 @@ class Buggy(Recipe):
         bug: str = "shapes"
         """Which bug: shapes, raises, chained, recursion or none."""
         from_call: int = 1
-        """The first call of the loss that meets it."""
+        """Number of the first call of loss() that has the bug."""
 
     calls = 0
 

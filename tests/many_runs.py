@@ -7,8 +7,8 @@
     ], tmp_path)
     runs["two"].weights(), runs["two"].losses()
 
-Three processes live; a run in a smaller world leaves the last of them out. Each run is a real session of the engine:
-it joins, trains, saves and leaves.
+There are as many processes as the largest run has ranks; a smaller run does not use the last ones. Each run is a real
+session of the engine: its ranks create a process group, train, save and destroy the group.
 """
 
 from __future__ import annotations

@@ -34,14 +34,14 @@ def beside(folder: Path) -> Iterator[None]:
 
 
 def begun(*words: object, cwd: Path, first: str = "", **more: str) -> subprocess.Popen[str]:
-    """Starts a program as from a shell with the active environment; programs in the folder `first` take precedence."""
+    """Starts a program as a shell in this virtual environment would; `first` is a folder to search before PATH."""
     path = os.pathsep.join([first, str(Path(sys.executable).parent), os.environ["PATH"]]).lstrip(":")
     program, *rest = map(str, words)
     return start(rest, cwd=cwd, program=[program], **{"PATH": path, "OMP_NUM_THREADS": "1", **more})
 
 
 def command(*words: object, cwd: Path, seconds: float = 240, first: str = "", **more: str) -> Ended:
-    """Runs such a program to its end."""
+    """Starts a program as `begun` does, and waits for its end."""
     return end(begun(*words, cwd=cwd, first=first, **more), seconds)
 
 

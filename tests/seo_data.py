@@ -27,7 +27,7 @@ class Made(NamedTuple):
     page: str
     topic: int
     label: str
-    """good or poor, by a word that stands in it."""
+    """good or poor, depending on a word in the text."""
     title: str
 
 

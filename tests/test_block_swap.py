@@ -303,7 +303,7 @@ def test_an_exception_in_a_block_leaves_everything_usable(kind: type[BlockSwap])
 
 
 class Revealing(Block):
-    """Gives away views of its weights: the next block scales by one, and the model keeps the other."""
+    """Also returns views of its weights: the next block scales by one, and the model stores the other."""
 
     def forward(self, x: Tensor, time: Tensor) -> Any:
         return super().forward(x, time), {"weight": self.first.base.weight[0], "bias": [self.first.base.bias[1:]]}
@@ -436,7 +436,7 @@ def test_auto_chooses_the_fewest_blocks_that_make_the_model_fit() -> None:
     assert BlocksOnHost([], 2).fewest(5).num == 0
 
 
-# ---- what a GPU is told, with a recorded CUDA ----
+# ---- calls to the GPU, with a fake torch.cuda that records them ----
 
 
 class FakeStream:

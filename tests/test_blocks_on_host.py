@@ -29,7 +29,7 @@ COMMON: dict[str, Any] = {
 }
 RECOMPUTED = {"activation_checkpointing": True, "recompute_every": 2}
 DDP = {"strategy": "ddp"}
-# name -> ranks, settings, recipe; each with --blocks_on_host must be, to the bit, what it is without
+# name -> ranks, settings, recipe; each run is bit-identical with and without --blocks_on_host
 KINDS: dict[str, tuple[int, dict[str, Any], str]] = {
     "one rank": (1, {}, "PartlyFrozen"),
     "recomputed": (1, RECOMPUTED, "PartlyFrozen"),

@@ -170,7 +170,7 @@ def test_any_order_of_blocks_gives_the_gradients_of_one_device() -> None:
         assert {name: number for name, number in differences.items() if not number < 1e-12} == {}
 
 
-# Trials: does a micro-batch fit? A rank that runs out of memory leaves the others alone.
+# Trials show whether a micro-batch fits. A rank that runs out of memory in a trial does not block the others.
 
 
 class Fails(torch.autograd.Function):

@@ -11,7 +11,7 @@ from unisono.engine.step.optimizer_step import _Unread
 from unisono.observe.gpu_idle import STEPS, GpuIdleDetector
 
 
-def told(waited: float, data: float = 0.0, intervals: int = 2, **options: Any) -> list[str]:
+def advice_after(waited: float, data: float = 0.0, intervals: int = 2, **options: Any) -> list[str]:
     """The advice after several intervals in which the GPU waited in a fraction of the steps."""
     idle, found = GpuIdleDetector(**{"can_use_cuda_graph": True, **options}), []
     for _ in range(intervals):
@@ -22,7 +22,7 @@ def told(waited: float, data: float = 0.0, intervals: int = 2, **options: Any) -
 
 
 def test_the_advice_is_given_once_and_names_the_remedy() -> None:
-    (text,) = told(0.96, intervals=3)
+    (text,) = advice_after(0.96, intervals=3)
     assert "48 of 50 steps" in text and "--cuda_graph" in text
 
 
@@ -32,7 +32,7 @@ def test_the_advice_is_given_once_and_names_the_remedy() -> None:
     ids=["a busy GPU", "slow data", "a step that cannot be recorded, or is"],
 )
 def test_no_advice_is_given_for(never: dict[str, Any]) -> None:
-    assert told(**never) == []
+    assert advice_after(**never) == []
 
 
 def test_no_advice_before_enough_steps() -> None:

@@ -136,7 +136,7 @@ class Squared(torch.autograd.Function):
 
 
 class OwnFunctions(Block):
-    """A block with an autograd function, which says so."""
+    """A block that declares that it has an autograd function."""
 
     def forward(self, x: Tensor) -> Tensor:
         return Squared.apply(super().forward(x))  # type: ignore[no-any-return,no-untyped-call]

@@ -108,7 +108,7 @@ class OnMeta(Building):
 
 
 class ReadsAValue(Building):
-    """Looks at a number while it builds."""
+    """model() reads the value of a weight."""
 
     def build(self) -> nn.Module:
         model = nn.Linear(6, 4)
@@ -126,7 +126,7 @@ class PlainAttribute(Building):
 
 
 class SecondModel(Building):
-    """The recipe itself holds another model."""
+    """The recipe stores a second model in an attribute."""
 
     def build(self) -> nn.Module:
         self.teacher = nn.Linear(6, 6)
@@ -134,7 +134,7 @@ class SecondModel(Building):
 
 
 class OwnDraws(Building):
-    """Draws on the CPU whatever the default device is."""
+    """Draws random numbers on the CPU, whatever the default device is."""
 
     def build(self) -> nn.Module:
         model = nn.Linear(6, 4)
@@ -143,7 +143,7 @@ class OwnDraws(Building):
 
 
 class RemembersItsDevice(Building):
-    """Keeps the device that it was built on."""
+    """The model stores the device on which it was built."""
 
     def build(self) -> nn.Module:
         model = nn.Linear(6, 4)
@@ -152,7 +152,7 @@ class RemembersItsDevice(Building):
 
 
 class BuiltBefore(Building):
-    """Returns a module that it has had before."""
+    """model() returns a module that the constructor has built."""
 
     def __init__(self, config: Any = None) -> None:
         super().__init__(config)
@@ -377,11 +377,11 @@ def test_four_sharded_ranks_together_use_little_more_memory_than_one_model_at_th
 
 
 def peak_of_a_load(file: str) -> dict[str, float]:
-    """In one process: host memory of reading weights to the CPU and to another device, beyond the weights there."""
+    """In one process: the peak host memory of loading weights to the CPU and to another device, without the weights."""
     model = Reading().model()
     source = OneFile(TensorFile(file))
     result = {}
-    for device, held in (("meta", 0), ("cpu", Reading.num_bytes)):  # meta stands for a GPU: it needs no host memory
+    for device, held in (("meta", 0), ("cpu", Reading.num_bytes)):  # like a GPU, meta needs no host memory
         gc.collect()
         with watched([os.getpid()]) as notes:
             fill(model, source, device)

@@ -36,7 +36,7 @@ COMMON: dict[str, Any] = {
 }
 DDP = {"strategy": "ddp"}
 AVERAGED = {"ema_decay": 0.9}
-# name -> ranks, settings; each with --blocks_on_host must be, to the bit, what it is without
+# name -> ranks, settings; each run is bit-identical with and without --blocks_on_host
 KINDS: dict[str, tuple[int, dict[str, Any]]] = {
     "averaged, a step skipped": (1, AVERAGED | {"nan_ids": "3"}),
     "recomputed, bf16": (1, {"activation_checkpointing": True, "recompute_every": 2, "mixed_precision": "bf16"}),
@@ -159,7 +159,7 @@ class Block(nn.Module):
 
 
 class Training:
-    """A few blocks and what trains them, as the engine does: `num` blocks on the host."""
+    """Trains a few blocks as the engine does, `num` of them on the host."""
 
     def __init__(self, num: int, device: str, width: int, *, recompute: bool, compiles: bool = False) -> None:
         torch.manual_seed(0)

@@ -23,7 +23,7 @@ CLOSE = 1e-5  # relative: diffusers' norms compute in float32
 
 def divided(context: Context, heads: int, *, fast: bool = False, **changed: Any) -> Any:
     made = model({**SMALL, "num_attention_heads": heads, "attention_head_dim": 12, **changed})
-    with torch.no_grad():  # as they are made, many weights are 0 or 1, and much would not show
+    with torch.no_grad():  # initially many weights are 0 or 1, which would hide errors
         for parameter in made.parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2)))
     for block in made.blocks if fast else ():

@@ -125,7 +125,7 @@ def test_an_expert_without_samples_still_has_gradients() -> None:
     assert any(parameter.grad.any() for parameter in experts.transformer.parameters())
 
 
-class Says(nn.Module):
+class KnownOutput(nn.Module):
     """A model with known outputs."""
 
     config = type("Config", (), {"patch_size": (1, 2, 2)})
@@ -148,7 +148,7 @@ def test_a_video_counts_as_much_as_an_image() -> None:
         draws = Noise(0, torch.tensor([3, 4]))
         draws.uniform(3, dtype=torch.float64)
         wrong = draws.normal(*latent.shape[1:]) + 2.0  # the velocity is the noise itself
-        loss = flow.loss(Says(wrong), latent, torch.zeros(2, 6, 16), torch.zeros(()), noise)
+        loss = flow.loss(KnownOutput(wrong), latent, torch.zeros(2, 6, 16), torch.zeros(()), noise)
         losses.append(loss.total.item())
         assert loss.count == 2
     assert losses == pytest.approx([8.0, 8.0], rel=1e-5)
@@ -160,13 +160,13 @@ def test_caption_dropout_replaces_the_captions_of_single_samples_by_the_empty_on
         torch.ones(400, 2, 3),
         torch.full((2, 3), 7.0),
     )
-    model = Says(torch.zeros(400, 4, 1, 2, 2))
+    model = KnownOutput(torch.zeros(400, 4, 1, 2, 2))
     flow.loss(model, torch.zeros(400, 4, 1, 2, 2), text, empty, Noise(0, torch.arange(400)))
     texts = model.seen[2]
     dropped = (texts == 7).all((1, 2))
     assert ((texts == 1).all((1, 2)) | dropped).all() and 80 < dropped.sum() < 160
     flow.loss(
-        Says(torch.zeros(1, 4, 1, 2, 2)), torch.zeros(1, 4, 1, 2, 2), text[:1], empty, Noise(0, torch.tensor([9]))
+        KnownOutput(torch.zeros(1, 4, 1, 2, 2)), torch.zeros(1, 4, 1, 2, 2), text[:1], empty, Noise(0, torch.tensor([9]))
     )
 
 
@@ -183,9 +183,9 @@ def test_a_conditioning_first_frame_has_no_noise_timestep_0_and_no_loss() -> Non
     flow = FlowLoss(NoiseLevels(), 0.0, 1.0, first_frame=1.0)
     answer = torch.zeros(2, 4, 3, 4, 6)
     answer[:, :, 0] = 1e6  # whatever it predicts for the given first frame
-    there = flow.loss(Says(answer), latent, torch.zeros(2, 6, 16), torch.zeros(()), Noise(0, torch.arange(2)))
+    there = flow.loss(KnownOutput(answer), latent, torch.zeros(2, 6, 16), torch.zeros(()), Noise(0, torch.arange(2)))
     answer[:, :, 0] = 0
-    same = flow.loss(Says(answer), latent, torch.zeros(2, 6, 16), torch.zeros(()), Noise(0, torch.arange(2)))
+    same = flow.loss(KnownOutput(answer), latent, torch.zeros(2, 6, 16), torch.zeros(()), Noise(0, torch.arange(2)))
     assert there.total.item() == same.total.item() < 100
 
 

@@ -269,7 +269,7 @@ def units(name: str, dimensions: int) -> list[str | None]:
 
 
 @torch.no_grad()
-def a_model_and_a_wide_one_that_says_the_same() -> tuple[Any, Any]:
+def a_model_and_a_wider_equivalent() -> tuple[Any, Any]:
     """The wide model contains the small one; its other units are silent."""
     inner, outer = model(INNER, seed=1), model(OUTER, seed=2)
     # A norm over channels subtracts their mean; silent channels change that mean unless it is 0.
@@ -317,7 +317,7 @@ def a_model_and_a_wide_one_that_says_the_same() -> tuple[Any, Any]:
 
 
 def test_a_narrower_student_recovers_a_model_embedded_in_its_teacher(tmp_path: Path) -> None:
-    inner, outer = a_model_and_a_wide_one_that_says_the_same()
+    inner, outer = a_model_and_a_wider_equivalent()
     torch.testing.assert_close(velocity(outer), velocity(inner), rtol=1e-4, atol=1e-4)  # eps has twice the effect
     pruning = plan(weights := saved(outer, tmp_path), OUTER, INNER)
     assert pruning.kept["channels"] == PLACES["channels"].tolist()

@@ -15,15 +15,15 @@ from typing import Any
 from unisono import Loss, Recipe
 
 HOLD = "TINY_HOLD"
-"""Variable with the path of a file: as long as it is there, every micro-batch takes the seconds that stand in it.
+"""Environment variable with the path of a file that contains a number of seconds, by which it delays every micro-batch.
 
-`30 after 3` holds from a process's fourth micro-batch on, so that a test knows where the run stands however slow the
-test itself is. A file that is gone, or says another thing, is noticed at once.
+With `30 after 3` in the file, the delay begins at a process's fourth micro-batch, so a test knows at which step the run
+waits, however slow the machine is. Changing or deleting the file takes effect at once.
 """
 
 
 def hold(micro_batches: int) -> None:
-    """Waits if the file exists, as it says; the argument is the number of micro-batches computed so far."""
+    """Waits for as long as the file says, if it exists; `micro_batches` is the number computed so far."""
     began, path = time.monotonic(), os.environ.get(HOLD)
     while path and Path(path).exists():
         with suppress(FileNotFoundError, ValueError):  # the file was just removed, or is being written
@@ -45,10 +45,10 @@ class Tiny(Recipe):
         flaw: str = ""
         """What is wrong with the loss: number, vector, detached or text."""
         slope: float = 2.0
-        """Slope of the line that is to be found."""
+        """Slope of the line to fit."""
 
     micro_batches = 0
-    """Computed by this process."""
+    """Number of micro-batches that this process has computed."""
 
     def model(self) -> Any:
         from torch import nn
