@@ -89,9 +89,9 @@ def lines(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
 
 def losses(folder: Path) -> list[float]:
     """The loss of each step; checks that every step occurs once, in order."""
-    found = [line for line in lines(folder) if "loss" in line]
-    assert [line["step"] for line in found] == list(range(1, len(found) + 1))
-    return [line["loss"] for line in found]
+    result = [line for line in lines(folder) if "loss" in line]
+    assert [line["step"] for line in result] == list(range(1, len(result) + 1))
+    return [line["loss"] for line in result]
 
 
 def wait_until(condition: Callable[[], Any], what: str, seconds: float = 60) -> None:
@@ -109,12 +109,12 @@ def mark() -> dict[str, str]:
 
 def marked(with_mark: dict[str, str], **also: str) -> list[int]:
     """Living processes with this mark and these environment variables."""
-    wanted = {f"{name}={value}".encode() for name, value in (with_mark | also).items()}
-    found = []
+    expected = {f"{name}={value}".encode() for name, value in (with_mark | also).items()}
+    result = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            if wanted <= set((process / "environ").read_bytes().split(b"\0")):
-                found.append(int(process.name))
+            if expected <= set((process / "environ").read_bytes().split(b"\0")):
+                result.append(int(process.name))
         except OSError:  # the process has ended, or belongs to another user
             continue
-    return found
+    return result

@@ -67,6 +67,6 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     """A headless Chromium."""
     if CHROMIUM is None:
         pytest.skip("there is no Chromium here")
-    found = Browser(tmp_path_factory.mktemp("chromium"))
-    yield found
-    found.close()
+    result = Browser(tmp_path_factory.mktemp("chromium"))
+    yield result
+    result.close()

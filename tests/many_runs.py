@@ -75,8 +75,8 @@ class Outcome:
         return torch.tensor([float(line["loss"]) for line in self.steps()], dtype=torch.float64)
 
     def events(self, kind: str) -> list[dict[str, Any]]:
-        found = [json.loads(line) for line in (self.folder / "events.jsonl").read_text().splitlines()]
-        return [event for event in found if kind in event.values()]
+        records = [json.loads(line) for line in (self.folder / "events.jsonl").read_text().splitlines()]
+        return [event for event in records if kind in event.values()]
 
     def saved_steps(self) -> list[int]:
         return sorted(int(path.name.removeprefix("step_")) for path in (self.folder / "checkpoints").glob("step_*"))

@@ -110,10 +110,10 @@ def _wait(processes: list[subprocess.Popen[str]], folder: Path, timeout_s: float
         time.sleep(0.02)
     status = [process.poll() for process in processes]
     if any(code != 0 for code in status):
-        said = [(folder / f"{rank}.err").read_text(errors="replace").strip() for rank in range(len(processes))]
+        output = [(folder / f"{rank}.err").read_text(errors="replace").strip() for rank in range(len(processes))]
         report = "\n".join(
             f"--- rank {rank}: {'still running' if code is None else f'exit status {code}'}\n{text[-6000:]}"
-            for rank, (code, text) in enumerate(zip(status, said, strict=True))
+            for rank, (code, text) in enumerate(zip(status, output, strict=True))
         )
         why = "a rank failed" if any(status) else f"not done after {timeout_s:.0f} s"
         raise RanksFailed(f"{why}\n{report}")

@@ -480,10 +480,10 @@ class PairsModel(Reader):
     """Maps each sentence to one vector: the mean over its tokens."""
 
     def embed(self, tokens: Tensor, real: Tensor, jitter: Tensor, shift: Tensor) -> Tensor:
-        found = Graph.apply(self(tokens, real, jitter, shift))
+        actual = Graph.apply(self(tokens, real, jitter, shift))
         if torch.is_grad_enabled():
             Graph.most = max(Graph.most, Graph.living)
-        mean = (found * real[..., None]).sum(1) / real.sum(1, keepdim=True)
+        mean = (actual * real[..., None]).sum(1) / real.sum(1, keepdim=True)
         return nn.functional.normalize(mean, dim=-1)
 
 

@@ -37,15 +37,19 @@ def made(number: int, seed: int = 0) -> Made:
     topic = random.randint(NUM_TOPICS)
     things = random.choice(NUM_THINGS, NUM_NAMED, replace=False)
     # Queries and pages use different endings, so that they share no word by chance.
-    asked = [_word(f"asked {topic} {thing}", "n") for thing in things]
-    told = [_word(f"told {topic} {thing}", "s") for thing in things]
+    query_words = [_word(f"asked {topic} {thing}", "n") for thing in things]
+    page_words = [_word(f"told {topic} {thing}", "s") for thing in things]
     good = random.randint(2)
     mark = (_POOR, _GOOD)[good][random.randint(4)]
-    parts = [f"{_FILLERS[random.randint(6)]} {word} and {_word(f'beside {random.randint(200)}')}" for word in told]
+    parts = [
+        f"{_FILLERS[random.randint(6)]} {word} and {_word(f'beside {random.randint(200)}')}" for word in page_words
+    ]
     random.shuffle(parts)
     name = _word(f"topic {topic}")
     page = f"All about {name}. " + " ".join(f"{part.capitalize()}." for part in parts) + f" What it says is {mark}."
-    return Made(f"{name} " + " ".join(asked), page, int(topic), ("poor", "good")[good], f"{name}: {', '.join(told)}")
+    return Made(
+        f"{name} " + " ".join(query_words), page, int(topic), ("poor", "good")[good], f"{name}: {', '.join(page_words)}"
+    )
 
 
 def write_ranking(path: Path, num: int, seed: int = 0, first: int = 0) -> Path:

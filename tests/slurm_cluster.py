@@ -191,7 +191,7 @@ def stop_daemons(folder: Path) -> None:
 
 
 def of_cluster(folder: Path) -> list[int]:
-    found = []
+    result = []
     for process in Path("/proc").glob("[0-9]*"):
         if int(process.name) == os.getpid():
             continue
@@ -201,5 +201,5 @@ def of_cluster(folder: Path) -> list[int]:
         except OSError:
             continue
         if str(folder).encode() in command or f"SLURM_CONF={folder}".encode() in environ:
-            found.append(int(process.name))
-    return found
+            result.append(int(process.name))
+    return result

@@ -50,10 +50,10 @@ def open_loader(
     workers: int = 0,
     collate: Callable[[list[Any]], Any] = as_rows,
     pin: bool = False,
-    told: list[str] | None = None,
+    messages: list[str] | None = None,
 ) -> Loader:
     settings, order = DataSettings(num_workers=workers), Order(SAMPLES, SEED)
-    return Loader(data, collate, order, where, settings, pin, None if told is None else told.append)
+    return Loader(data, collate, order, where, settings, pin, None if messages is None else messages.append)
 
 
 def read(data: Dataset[Any], where: Cursor, workers: int = 0) -> list[MicroBatch]:
@@ -63,13 +63,13 @@ def read(data: Dataset[Any], where: Cursor, workers: int = 0) -> list[MicroBatch
 
 def by_position(micros: list[MicroBatch]) -> dict[int, list[float]]:
     """The sample at each position, without dummy samples."""
-    found: dict[int, list[float]] = {}
+    result: dict[int, list[float]] = {}
     for micro in micros:
         assert len(micro.positions) == len(micro.data)
         if not micro.is_dummy:
-            assert list(micro.positions) == sorted(micro.positions) and not found.keys() & set(micro.positions)
-            found |= dict(zip(micro.positions, micro.data, strict=True))
-    return found
+            assert list(micro.positions) == sorted(micro.positions) and not result.keys() & set(micro.positions)
+            result |= dict(zip(micro.positions, micro.data, strict=True))
+    return result
 
 
 class WithBadSamples(SentenceData):
@@ -233,57 +233,57 @@ def as_long_texts(items: list[dict[str, Any]]) -> list[str]:
 def test_killed_workers_are_replaced_and_every_sample_is_read_once(
     collate: Callable[[list[Any]], Any], pin: bool, pinning: None
 ) -> None:
-    data, told = SentenceData(SAMPLES, augment=True), list[str]()
+    data, messages = SentenceData(SAMPLES, augment=True), list[str]()
     with closing(open_loader(data, cursor(), 0, collate)) as loader:
         expected = [(list(micro.positions), micro.data) for micro in loader]
-    found = []
-    with closing(open_loader(data, cursor(), 2, collate, pin, told)) as loader:
+    result = []
+    with closing(open_loader(data, cursor(), 2, collate, pin, messages)) as loader:
         for number, micro in enumerate(loader):
-            found.append((list(micro.positions), micro.data))
+            result.append((list(micro.positions), micro.data))
             if number % 5 == 2:
                 time.sleep(0.1)  # now both workers are ahead, and the pipe of as_long_texts is full
                 living = sorted(active_children(), key=lambda child: child.name)
                 living[number % len(living)].kill()
-    assert [positions for positions, _ in found] == [positions for positions, _ in expected]
-    for (_, got), (_, wanted) in zip(found, expected, strict=True):
+    assert [positions for positions, _ in result] == [positions for positions, _ in expected]
+    for (_, got), (_, target) in zip(result, expected, strict=True):
         assert all(
-            torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(got, wanted, strict=True)
+            torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(got, target, strict=True)
         )
-    assert 3 <= len(told) <= 5
-    assert all("loader worker" in text and "was killed by SIGKILL" in text for text in told)
+    assert 3 <= len(messages) <= 5
+    assert all("loader worker" in text and "was killed by SIGKILL" in text for text in messages)
 
 
 def test_a_sample_that_kills_every_worker_is_named() -> None:
-    order, told = Order(SAMPLES, SEED), list[str]()
+    order, messages = Order(SAMPLES, SEED), list[str]()
     position = next(position for position in range(SAMPLES) if order[position] == 7)
-    found: list[int] = []
-    loader = open_loader(EndsItsWorker(), cursor(), 2, as_tensors, told=told)
+    result: list[int] = []
+    loader = open_loader(EndsItsWorker(), cursor(), 2, as_tensors, messages=messages)
     with closing(loader), pytest.raises(TrainingFailed, match=r"while it was reading sample 7 .* 3 workers in a row"):
         for micro in loader:
-            found += micro.positions
-    assert found == list(range(position // 2 * 2))  # everything before the bad sample, and nothing after it
-    assert "while it was reading sample 7" in told[-1]
+            result += micro.positions
+    assert result == list(range(position // 2 * 2))  # everything before the bad sample, and nothing after it
+    assert "while it was reading sample 7" in messages[-1]
 
 
 def test_a_worker_that_is_killed_while_idle_is_replaced() -> None:
     # Torch's own loaders install a SIGCHLD handler that raises at any line of the main thread.
     from torch.utils.data import DataLoader
 
-    before, told = signal.getsignal(signal.SIGCHLD), list[str]()
+    before, messages = signal.getsignal(signal.SIGCHLD), list[str]()
     try:
         list(DataLoader([1, 2], num_workers=1))  # type: ignore[arg-type]
         assert signal.getsignal(signal.SIGCHLD) != before or callable(before)
-        with closing(open_loader(SentenceData(SAMPLES, augment=True), cursor(), 2, told=told)) as loader:
-            found = [next(loader)]
+        with closing(open_loader(SentenceData(SAMPLES, augment=True), cursor(), 2, messages=messages)) as loader:
+            result = [next(loader)]
             for child in active_children():
                 child.kill()
             deadline = time.monotonic() + 0.5
             while time.monotonic() < deadline:
                 time.sleep(0.01)  # training
-            assert not told
-            found += loader
-        assert by_position(found) == by_position(read(SentenceData(SAMPLES, augment=True), cursor()))
-        assert len(told) == 2
+            assert not messages
+            result += loader
+        assert by_position(result) == by_position(read(SentenceData(SAMPLES, augment=True), cursor()))
+        assert len(messages) == 2
     finally:
         signal.signal(signal.SIGCHLD, before)
 
@@ -314,14 +314,14 @@ def test_a_loader_that_hangs_can_be_interrupted_and_closed() -> None:
 def test_a_new_loader_continues_mid_stream_with_other_micro_batches(workers: int) -> None:
     data = SentenceData(SAMPLES, augment=True)
     with closing(open_loader(data, cursor(micro_batch=4), workers)) as loader:
-        found = [next(loader) for _ in range(4)]  # two steps of six samples
+        result = [next(loader) for _ in range(4)]  # two steps of six samples
         next(loader)  # out of memory: this step is repeated
     for start, micro_batch in ((12, 2), (30, 1)):
         end = 30 if start == 12 else 45
         with closing(open_loader(data, cursor(start=start, micro_batch=micro_batch), workers)) as loader:
-            while not found or found[-1].positions[-1] + 1 < end:
-                found.append(next(loader))
-    assert by_position(found) == by_position(read(data, cursor()))
+            while not result or result[-1].positions[-1] + 1 < end:
+                result.append(next(loader))
+    assert by_position(result) == by_position(read(data, cursor()))
 
 
 def test_a_dataset_can_call_get_worker_info() -> None:

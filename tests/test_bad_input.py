@@ -296,10 +296,10 @@ def test_a_user_error_is_one_line_and_leaves_no_files(name: str, outcomes: dict[
     assert ended.code == 2, ended.err
     assert ended.out == ""
     assert "Traceback" not in ended.err
-    said = [line for line in ended.err.splitlines() if line.startswith("unisono: ")]
-    assert len(said) == 1 and ended.err.endswith(said[0] + "\n"), ended.err
+    output = [line for line in ended.err.splitlines() if line.startswith("unisono: ")]
+    assert len(output) == 1 and ended.err.endswith(output[0] + "\n"), ended.err
     for part in MISTAKES[name].says:
-        assert re.search(part.replace("{port}", str(outcome.port)), said[0]), said[0]
+        assert re.search(part.replace("{port}", str(outcome.port)), output[0]), output[0]
     assert outcome.after == outcome.before
 
 

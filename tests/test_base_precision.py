@@ -299,25 +299,25 @@ HERE, ELSEWHERE = "SentencesWithLora", "SentencesWithLoraFromElsewhere"
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     root: Path = tmp_path_factory.mktemp("base_precision")
-    asked = []
+    run_list = []
     for precision in ("auto", *NAMES):
         settings = SETTINGS | {"base_precision": precision}
         for variant, (world, more) in VARIANTS.items():
             for recipe in (HERE, ELSEWHERE):
                 if (recipe, world) != (HERE, 2):
                     name = f"{recipe} {precision} {variant}"
-                    asked.append(Run(name, name, world, settings | more, recipe=recipe))
+                    run_list.append(Run(name, name, world, settings | more, recipe=recipe))
     longer = SETTINGS | {"base_precision": "nf4", "max_steps": 6}
     for recipe in (HERE, ELSEWHERE):
         first = f"{recipe} nf4 3 ranks fsdp"
-        asked.append(Run(f"{recipe} straight on", f"{recipe} straight on", 1, longer, recipe=recipe))
-        asked.append(Run(f"{recipe} resumed", first, 2, longer | {"strategy": "fsdp"}, recipe=recipe))
+        run_list.append(Run(f"{recipe} straight on", f"{recipe} straight on", 1, longer, recipe=recipe))
+        run_list.append(Run(f"{recipe} resumed", first, 2, longer | {"strategy": "fsdp"}, recipe=recipe))
     one, same = f"{ELSEWHERE} nf4 1 rank", SETTINGS | {"max_steps": 8}
-    asked.append(Run("other precision", one, 1, same | {"base_precision": "int8"}, recipe=ELSEWHERE))
-    asked.append(Run("nothing frozen", "nothing", 2, SETTINGS | {"base_precision": "fp8"}, recipe="Sentences"))
+    run_list.append(Run("other precision", one, 1, same | {"base_precision": "int8"}, recipe=ELSEWHERE))
+    run_list.append(Run("nothing frozen", "nothing", 2, SETTINGS | {"base_precision": "fp8"}, recipe="Sentences"))
     fp8 = SETTINGS | {"base_precision": "fp8", "dtype": "float32", "mixed_precision": "bf16", "strategy": "fsdp"}
-    asked.append(Run("16 bit", "16 bit", 2, fp8, recipe=ELSEWHERE))
-    return many_runs(asked, root)
+    run_list.append(Run("16 bit", "16 bit", 2, fp8, recipe=ELSEWHERE))
+    return many_runs(run_list, root)
 
 
 @pytest.mark.parametrize("precision", NAMES)

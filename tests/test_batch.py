@@ -38,8 +38,8 @@ def test_accumulation_follows_from_the_global_batch_size() -> None:
 
 
 def test_accumulation_without_an_explicit_batch_size_sets_the_micro_batch() -> None:
-    found = plan(global_batch_size=64, gradient_accumulation_steps=4, devices=2)
-    assert (found.micro_batch, found.accumulation) == (8, 4)
+    batch_plan = plan(global_batch_size=64, gradient_accumulation_steps=4, devices=2)
+    assert (batch_plan.micro_batch, batch_plan.accumulation) == (8, 4)
 
 
 def test_flags_that_contradict_each_other_are_refused_with_numbers_that_work() -> None:
@@ -60,28 +60,28 @@ def test_flags_that_contradict_each_other_are_refused_with_numbers_that_work() -
 def test_the_values_that_an_error_suggests_work(batch_size: int, devices: int, accumulation: int, wanted: int) -> None:
     flags = {"batch_size": batch_size, "gradient_accumulation_steps": accumulation, "global_batch_size": wanted}
     try:
-        found = plan(devices=devices, **flags)
+        batch_plan = plan(devices=devices, **flags)
     except ConfigError as error:
         words = str(error).split()
         better = {
             "global_batch_size": int(words[words.index("use") + 2]),
             "gradient_accumulation_steps": int(words[words.index("with") + 2]),
         }
-        found = plan(devices=devices, **flags | better)
-        assert found.global_batch == better["global_batch_size"]
-        assert found.accumulation == better["gradient_accumulation_steps"]
+        batch_plan = plan(devices=devices, **flags | better)
+        assert batch_plan.global_batch == better["global_batch_size"]
+        assert batch_plan.accumulation == better["gradient_accumulation_steps"]
     else:
-        assert found.global_batch == wanted == batch_size * devices * accumulation
+        assert batch_plan.global_batch == wanted == batch_size * devices * accumulation
 
 
 @given(batch_size=sizes, accumulation=counts, asked=counts, found=counts)
 def test_fewer_devices_than_requested_keep_the_effective_batch(
     batch_size: int, accumulation: int, asked: int, found: int
 ) -> None:
-    wanted = plan(batch_size=batch_size, gradient_accumulation_steps=accumulation, devices=asked)
+    expected = plan(batch_size=batch_size, gradient_accumulation_steps=accumulation, devices=asked)
     got = plan(batch_size=batch_size, gradient_accumulation_steps=accumulation, devices=min(found, asked), asked=asked)
-    assert got.global_batch == wanted.global_batch
-    assert got.micro_batch == wanted.micro_batch
+    assert got.global_batch == expected.global_batch
+    assert got.micro_batch == expected.micro_batch
 
 
 @given(
@@ -92,9 +92,9 @@ def test_a_resumed_run_keeps_its_effective_batch_on_any_number_of_devices(
 ) -> None:
     stored = plan(batch_size=batch_before, gradient_accumulation_steps=more, devices=before).global_batch
     flags = {"batch_size": batch_size} | ({"gradient_accumulation_steps": accumulation} if accumulation else {})
-    found = plan(devices=devices, stored=stored, **flags)
-    assert found.global_batch == stored
-    assert found.micro_batch <= batch_size, "batch_size caps the micro-batch"
+    batch_plan = plan(devices=devices, stored=stored, **flags)
+    assert batch_plan.global_batch == stored
+    assert batch_plan.micro_batch <= batch_size, "batch_size caps the micro-batch"
 
 
 def test_a_resumed_run_rejects_another_global_batch_size_only_if_the_user_set_it() -> None:
@@ -108,22 +108,22 @@ def test_a_resumed_run_rejects_another_global_batch_size_only_if_the_user_set_it
 def test_the_plan_covers_every_sample_with_as_few_micro_batches_as_possible(
     batch: int, micro: int, devices: int
 ) -> None:
-    found = BatchPlan(batch, min(micro, batch), devices)
+    batch_plan = BatchPlan(batch, min(micro, batch), devices)
     largest_share = -(-batch // devices)
-    assert found.micro_batch * found.accumulation >= largest_share
-    assert found.micro_batch * (found.accumulation - 1) < largest_share
+    assert batch_plan.micro_batch * batch_plan.accumulation >= largest_share
+    assert batch_plan.micro_batch * (batch_plan.accumulation - 1) < largest_share
 
 
 @given(batch=st.integers(1, 200), micro=sizes, devices=counts)
 def test_the_ranks_together_read_each_sample_of_a_step_once_in_the_planned_micro_batches(
     batch: int, micro: int, devices: int
 ) -> None:
-    found = BatchPlan(batch, min(micro, batch), devices)
+    batch_plan = BatchPlan(batch, min(micro, batch), devices)
     samples: list[int] = []
     for rank in range(devices):
-        cursor = Cursor(0, batch, found.global_batch, found.micro_batch, rank, devices)
+        cursor = Cursor(0, batch, batch_plan.global_batch, batch_plan.micro_batch, rank, devices)
         chunks = list(cursor.chunks())
-        assert len(chunks) == found.accumulation, "every rank joins as many collectives as the others"
-        assert all(len(chunk.positions) <= found.micro_batch for chunk in chunks)
+        assert len(chunks) == batch_plan.accumulation, "every rank joins as many collectives as the others"
+        assert all(len(chunk.positions) <= batch_plan.micro_batch for chunk in chunks)
         samples += [position for chunk in chunks if not chunk.is_dummy for position in chunk.positions]
     assert sorted(samples) == list(range(batch))

@@ -108,12 +108,12 @@ def test_predicted_memory_of_a_sharded_wan_matches_real_allocations(memory: Any)
         assert ended.code == 0, ended.err
         return float(ended.out)
 
-    shape, frames, found = "480x832x17", 17, {}
+    shape, frames, actual = "480x832x17", 17, {}
     for recompute in ("none", "all"):
         for depth in (2, 4):
             case = {"tokens": 7800, "failed": "", "gib": allocated("single", depth, recompute, frames)}
-            found["14B", shape, recompute, depth] = case
-    whole = Whole("14B", found, False)
+            actual["14B", shape, recompute, depth] = case
+    whole = Whole("14B", actual, False)
     whole.depths, whole.layers = (2, 4), 6
     for recompute in ("none", "all"):
         assert whole.peak(shape, recompute, 8) == pytest.approx(allocated("fsdp", 6, recompute, frames), abs=0.7)
@@ -149,5 +149,5 @@ def test_the_overhead_benchmark_compares_loops_that_train_the_same(tmp_path: Pat
                 math.isfinite(row[key]) and row[key] > 0 for key in ("step_ms", "ratio", "busy_ratio", "peak_mib")
             )
             assert row["weights_max_difference"] < 1e-4, f"{name} on {case['case']} trained something else"
-    for told in (result["command"], result["date"], result["versions"]["torch"], result["machine"]["processor"]):
-        assert told in table
+    for reported in (result["command"], result["date"], result["versions"]["torch"], result["machine"]["processor"]):
+        assert reported in table

@@ -127,9 +127,9 @@ def inputs(seed: int = 1) -> tuple[Tensor, Tensor]:
 
 
 def gradients(model: Model) -> dict[str, Tensor]:
-    found = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+    result = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
     model.zero_grad()
-    return found
+    return result
 
 
 def one_step(model: Model) -> Tensor:
@@ -321,9 +321,9 @@ def test_a_view_of_a_weight_may_leave_its_block(recompute: bool) -> None:
             recompute_activations(block)
         (x, time), kept = inputs(), []
         for block in blocks:
-            x, given = block(x, time)
-            time = time * given["weight"]
-            kept.append(given["bias"][0])
+            x, values = block(x, time)
+            time = time * values["weight"]
+            kept.append(values["bias"][0])
         total = x.square().sum() + sum(bias.sum() for bias in kept)
         total.backward()
         assert not on_host or len(swap._slots) == 2, "a view was copied, so that it does not hold its slot"

@@ -318,8 +318,8 @@ def test_a_damaged_checkpoint_is_skipped_with_the_reason(tmp_path: Path, damage:
     assert newest_valid(tmp_path, IDENTITY) == (newer, [])
     apply, reason = DAMAGES[damage]
     apply(newer)
-    found, skipped = newest_valid(tmp_path, IDENTITY)
-    assert found == older and read_extra(found) == {"step": 1, "samples": 16}
+    newest, skipped = newest_valid(tmp_path, IDENTITY)
+    assert newest == older and read_extra(newest) == {"step": 1, "samples": 16}
     assert [path for path, _ in skipped] == [newer] and reason in skipped[0][1]
 
 
@@ -496,9 +496,9 @@ def test_shards_have_the_permissions_of_their_folder(tmp_path: Path, mode: int) 
 
 def test_a_state_without_tensors_is_saved_and_found(tmp_path: Path) -> None:
     assert save_now(make_saver(tmp_path), 1, {}).error is None
-    found, _ = newest_valid(tmp_path, IDENTITY)
-    assert found is not None and describe(found) == {}
-    load(found, {}, group=None, world=1)
+    newest, _ = newest_valid(tmp_path, IDENTITY)
+    assert newest is not None and describe(newest) == {}
+    load(newest, {}, group=None, world=1)
 
 
 def test_a_thousand_ranks_write_their_files_independently(tmp_path: Path) -> None:

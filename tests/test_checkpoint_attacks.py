@@ -110,10 +110,10 @@ def test_bad_checkpoints_are_skipped_set_aside_and_named(
     assert same(weights(run, 6), weights(whole, 6))
     assert [step for step, path in list_steps(checkpoints) if validate(path) is None] == [1, 2, 3, 4, 5, 6]
     events = {line["checkpoint"]: line["why"] for line in lines(run, "events.jsonl") if line["kind"] == "set_aside"}
-    said = capfd.readouterr().err
+    stderr = capfd.readouterr().err
     for path, reason in zip((five, four, three), ("hash of shard", "another run", "is missing"), strict=True):
         aside = asides[path.name].name
-        assert reason in events[aside] and aside in said and reason in said
+        assert reason in events[aside] and aside in stderr and reason in stderr
 
 
 def test_the_next_start_detects_a_corrupted_save(tmp_path: Path, whole: Path) -> None:
@@ -168,8 +168,8 @@ def test_a_checkpoint_under_the_name_of_another_step_is_not_used(tmp_path: Path)
     one, two = save(tmp_path, 1, 2)
     os.rename(two, tmp_path / "step_00000009")
     shutil.copytree(one, tmp_path / "step_000000005")
-    found, skipped = newest_valid(tmp_path, IDENTITY)
-    assert found == one
+    checkpoint, skipped = newest_valid(tmp_path, IDENTITY)
+    assert checkpoint == one
     reasons = {path.name: why for path, why in skipped}
     assert reasons == {
         "step_00000009": "its manifest says step 2",
@@ -260,8 +260,8 @@ def test_a_state_with_valid_hashes_but_wrong_values_is_skipped_with_the_reason(t
         text = json.dumps(change(json.loads((two / "state.json").read_text())))
     else:
         text, reason = WRONG_TEXTS[attack]
-    found = found_after(two, text)
-    assert found.path == one and reason in found.bad[two], found
+    checkpoint = found_after(two, text)
+    assert checkpoint.path == one and reason in checkpoint.bad[two], checkpoint
     with pytest.raises(UserError, match="not a valid checkpoint"):
         find_checkpoint(str(two), tmp_path, "Tiny")
 
@@ -339,8 +339,8 @@ def test_a_newest_checkpoint_that_does_not_fit_is_damaged_if_an_older_one_fits(
     capfd.readouterr()
     train(run, max_steps=7)
     assert json.loads((run / "run.json").read_text())["starts"][-1]["from_step"] == 5
-    said = capfd.readouterr().err
-    assert "step_00000006 skipped" in said and reason in said and "Traceback" not in said
+    stderr = capfd.readouterr().err
+    assert "step_00000006 skipped" in stderr and reason in stderr and "Traceback" not in stderr
     assert (run / "checkpoints" / "step_00000006.bad-1").is_dir()
     assert same(weights(run, 6), weights(whole, 6))
 
@@ -388,8 +388,8 @@ def test_non_finite_weights_are_reported_with_the_checkpoint_to_resume_from(
     with suppress(TrainingFailed):
         train(run, max_steps=7, max_skipped_steps=0)
     older = run / "checkpoints" / "step_00000004"
-    said = capfd.readouterr().err
-    assert f"step_00000006 holds weights that are not finite (weight); to go back: --resume {older}" in said
+    stderr = capfd.readouterr().err
+    assert f"step_00000006 holds weights that are not finite (weight); to go back: --resume {older}" in stderr
     train(run, max_steps=7, resume=str(older))
     assert same(weights(run, 6), weights(whole, 6))
 
@@ -421,8 +421,8 @@ def test_a_shard_with_a_wrong_header_is_skipped_with_a_clear_reason(tmp_path: Pa
     [shard] = two.glob("*.safetensors")
     shard.write_bytes(len(text).to_bytes(8, "little") + text + b"\0" * 16)
     reseal(two)
-    found = find_checkpoint("auto", tmp_path, "Tiny")
-    assert found.path == one and reason in found.bad[two], found
+    checkpoint = find_checkpoint("auto", tmp_path, "Tiny")
+    assert checkpoint.path == one and reason in checkpoint.bad[two], checkpoint
     with pytest.raises(CheckpointError, match=re.escape(reason)):
         load(two, {"model.a": torch.zeros(4)}, group=None, world=1)
 
@@ -511,8 +511,8 @@ def test_a_shard_that_is_not_a_safetensors_file_is_skipped(tmp_path: Path, what:
         shard.write_bytes(len(text).to_bytes(8, "little") + text + b"\0" * 16)
     reseal(two)
     assert validate(two, identity=IDENTITY) is None, "the attack must get past the hashes"
-    found = find_checkpoint("auto", tmp_path, "Tiny")
-    assert found.path == one and "cannot be read" in found.bad[two]
+    checkpoint = find_checkpoint("auto", tmp_path, "Tiny")
+    assert checkpoint.path == one and "cannot be read" in checkpoint.bad[two]
     with pytest.raises(CheckpointError, match="cannot be read"):
         load(two, {"model.a": torch.zeros(4)}, group=None, world=1)
     with pytest.raises(CheckpointError, match="cannot be read"):
@@ -561,8 +561,8 @@ def test_a_malicious_manifest_is_skipped_with_the_reason(tmp_path: Path, attack:
     one, two = save(tmp_path, 1, 2)
     apply, reason = MANIFESTS[attack]
     apply(two)
-    found, skipped = newest_valid(tmp_path, IDENTITY)
-    assert found == one and reason in skipped[0][1], skipped
+    checkpoint, skipped = newest_valid(tmp_path, IDENTITY)
+    assert checkpoint == one and reason in skipped[0][1], skipped
 
 
 @pytest.mark.parametrize("name", ["evil.yaml", "evil.json"])
@@ -582,7 +582,7 @@ SAFE_YAML = {"_loader", "SafeLoader", "CSafeLoader"}
 
 def dangers(source: str) -> list[str]:
     """Calls in a module that could execute code from a file."""
-    found = []
+    result = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import | ast.ImportFrom):
             taken = [alias.name for alias in node.names]
@@ -590,25 +590,25 @@ def dangers(source: str) -> list[str]:
                 # The name of an exception is harmless, and messages between unisono's own processes do not come from
                 # files.
                 taken = [f"{node.module}.{name}" for name in taken if name != "PicklingError"]
-            found += [name for name in taken if name.split(".")[0] in FORBIDDEN]
+            result += [name for name in taken if name.split(".")[0] in FORBIDDEN]
         if isinstance(node, ast.Call):
             called = ast.unparse(node.func)
             if called in FORBIDDEN_CALLS:
-                found.append(called)
+                result.append(called)
             if called in ("np.load", "numpy.load"):
-                said = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
-                found += [] if said.get("allow_pickle") == "False" else [called]  # the default has changed before
+                output = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+                result += [] if output.get("allow_pickle") == "False" else [called]  # the default has changed before
             if called == "yaml.load":
                 loaders = [keyword.value for keyword in node.keywords if keyword.arg == "Loader"] + node.args[1:]
                 words = {ast.unparse(loader).removesuffix("()").removeprefix("yaml.") for loader in loaders}
-                found += [] if words and words <= SAFE_YAML else ["yaml.load"]
-    return found
+                result += [] if words and words <= SAFE_YAML else ["yaml.load"]
+    return result
 
 
 def test_nothing_in_the_package_executes_the_contents_of_a_file() -> None:
     sources = list((TESTS.parent / "src").rglob("*.py"))
     assert len(sources) > 50
-    assert {str(path): found for path in sources if (found := dangers(path.read_text()))} == {}
+    assert {str(path): result for path in sources if (result := dangers(path.read_text()))} == {}
     bad = ["import pickle", "from marshal import loads", "torch.load(f)", "eval(x)", "yaml.load(t, Loader=yaml.Loader)"]
     bad += ["np.load(f)", "np.load(f, allow_pickle=True)"]
     assert all(len(dangers(text)) == 1 for text in [*bad, "yaml.load(text)"])
@@ -688,8 +688,8 @@ def test_a_full_disk_makes_saves_fail_but_training_continues(
         saved = [line["step"] for line in events if line["kind"] == "save"]
         lost = [line["step"] for line in events if line["kind"] == "save_failed"]
         assert saved and lost and saved + lost == [1, 2, 3, 4, 5, 6]
-        said = capfd.readouterr().err
-        assert all(f"checkpoint of step {step} was not saved" in said for step in lost)
+        stderr = capfd.readouterr().err
+        assert all(f"checkpoint of step {step} was not saved" in stderr for step in lost)
         assert len([line for line in lines(run) if "loss" in line]) == 6, "training went on"
         valid = [step for step, path in list_steps(run / "checkpoints") if validate(path) is None]
         assert valid == saved and len(os.listdir(run / "checkpoints")) == len(saved), "half a checkpoint was left"

@@ -246,29 +246,29 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 def test_a_stopped_run_saves_and_the_same_command_reaches_the_same_end(
     name: str, stops: dict[str, Future[Stopped]], undisturbed: list[float]
 ) -> None:
-    found = stops[name].result()
-    assert found.stopped.code == 75, found.stopped.err
-    assert "Traceback" not in found.stopped.err
-    assert "run the same command with --output_dir run" in found.stopped.err.splitlines()[-1]
-    [checkpoint] = found.checkpoints
-    assert found.went_on is not None and found.went_on.code == 0, found.went_on
-    assert f"run (resumed from {checkpoint.name})" in found.went_on.err
-    assert losses(found.folder) == pytest.approx(undisturbed, rel=1e-5)
+    actual = stops[name].result()
+    assert actual.stopped.code == 75, actual.stopped.err
+    assert "Traceback" not in actual.stopped.err
+    assert "run the same command with --output_dir run" in actual.stopped.err.splitlines()[-1]
+    [checkpoint] = actual.checkpoints
+    assert actual.went_on is not None and actual.went_on.code == 0, actual.went_on
+    assert f"run (resumed from {checkpoint.name})" in actual.went_on.err
+    assert losses(actual.folder) == pytest.approx(undisturbed, rel=1e-5)
     assert len(undisturbed) == 40
-    events = [(event["kind"], event["step"]) for event in lines(found.folder, "events.jsonl")]
+    events = [(event["kind"], event["step"]) for event in lines(actual.folder, "events.jsonl")]
     step = int(checkpoint.name.removeprefix("step_"))
     expected = ["start", "signal", "save", "stopped", "resume", "save", "done"]
     assert events == list(zip(expected, [0, step, step, step, step, 40, 40], strict=True))
-    assert validate(found.folder / "checkpoints/step_00000040") is None
+    assert validate(actual.folder / "checkpoints/step_00000040") is None
 
 
 @pytest.mark.parametrize("name", ["one process", pytest.param("two ranks", marks=pytest.mark.slow)])
 def test_a_second_ctrl_c_ends_a_run_at_once_without_a_checkpoint(name: str, stops: dict[str, Future[Stopped]]) -> None:
-    found = stops[name].result()
-    assert found.stopped.code == 130, found.stopped.err
-    assert found.seconds < 15, "it waited for the step, which takes 30 s"
-    assert found.checkpoints == []
-    assert "Traceback" not in found.stopped.err
+    actual = stops[name].result()
+    assert actual.stopped.code == 130, actual.stopped.err
+    assert actual.seconds < 15, "it waited for the step, which takes 30 s"
+    assert actual.checkpoints == []
+    assert "Traceback" not in actual.stopped.err
 
 
 # ---- started again ----

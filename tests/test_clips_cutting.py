@@ -132,26 +132,28 @@ MOMENT = Moment(3.53, 6.81, 1.0)
 
 def test_exact_cuts_are_exact_and_in_sync_with_the_sound(plain: Path, tmp_path: Path) -> None:
     done = cut(plain, MOMENT, tmp_path / "a.mp4", exact=True)
-    found = seen(done.path)
-    assert abs(found.duration - MOMENT.seconds) < 1 / FPS
-    assert found.times[0] == 0 and len(found.times) == round(MOMENT.seconds * FPS)
+    decoded = seen(done.path)
+    assert abs(decoded.duration - MOMENT.seconds) < 1 / FPS
+    assert decoded.times[0] == 0 and len(decoded.times) == round(MOMENT.seconds * FPS)
     assert abs(done.start - MOMENT.start) <= 0.5 / FPS and done.end - done.start == pytest.approx(MOMENT.seconds)
-    assert found.flash == pytest.approx(FLASH - done.start, abs=1e-3)
-    assert found.beep == pytest.approx(found.flash, abs=0.003)
-    assert found.sound_seconds == pytest.approx(MOMENT.seconds, abs=0.03)
+    assert decoded.flash == pytest.approx(FLASH - done.start, abs=1e-3)
+    assert decoded.beep == pytest.approx(decoded.flash, abs=0.003)
+    assert decoded.sound_seconds == pytest.approx(MOMENT.seconds, abs=0.03)
 
 
 def test_a_copy_begins_at_a_key_frame_reports_it_and_is_lossless(plain: Path, tmp_path: Path) -> None:
     done = cut(plain, MOMENT, tmp_path / "a.mp4")
     assert done.start == pytest.approx(2.0)  # every 50th frame is a key frame
     assert MOMENT.end <= done.end < MOMENT.end + 5 / FPS
-    found, whole = seen(done.path), seen(plain)
-    assert np.diff(found.times) == pytest.approx(1 / FPS, abs=2e-3)  # no frame is missing
-    assert found.duration == pytest.approx(done.end - done.start, abs=1 / FPS)
-    assert found.flash == pytest.approx(FLASH - 2.0, abs=2e-3) and found.beep == pytest.approx(found.flash, abs=0.003)
+    result, whole = seen(done.path), seen(plain)
+    assert np.diff(result.times) == pytest.approx(1 / FPS, abs=2e-3)  # no frame is missing
+    assert result.duration == pytest.approx(done.end - done.start, abs=1 / FPS)
+    assert result.flash == pytest.approx(FLASH - 2.0, abs=2e-3) and result.beep == pytest.approx(
+        result.flash, abs=0.003
+    )
     for number in (0, 1, 40, -1):
-        place = number % len(found.times) + 50
-        assert (found.pictures[number] == whole.pictures[place]).all()
+        place = number % len(result.times) + 50
+        assert (result.pictures[number] == whole.pictures[place]).all()
 
 
 def test_a_video_whose_timestamps_do_not_begin_at_zero_is_cut_at_the_same_times(tmp_path: Path) -> None:
@@ -159,9 +161,9 @@ def test_a_video_whose_timestamps_do_not_begin_at_zero_is_cut_at_the_same_times(
     exact = seen(cut(video, Moment(4.0, 6.0, 1), tmp_path / "exact.mp4", exact=True).path)
     assert exact.flash == pytest.approx(1.0, abs=2e-3) and exact.beep == pytest.approx(exact.flash, abs=0.004)
     copy = cut(video, Moment(4.5, 6.0, 1), tmp_path / "copy.mp4")
-    found = seen(copy.path)
+    decoded = seen(copy.path)
     assert copy.start == pytest.approx(4.0, abs=2e-3)
-    assert found.flash == pytest.approx(1.0, abs=3e-3) and found.beep == pytest.approx(found.flash, abs=0.004)
+    assert decoded.flash == pytest.approx(1.0, abs=3e-3) and decoded.beep == pytest.approx(decoded.flash, abs=0.004)
     first = seen(cut(video, Moment(0.0, 2.0, 1), tmp_path / "first.mp4", exact=True).path)
     assert first.sound_seconds == pytest.approx(2.0, abs=0.03)  # includes the silence before the sound begins
 
@@ -170,11 +172,13 @@ def test_a_variable_frame_rate_keeps_the_times_of_frames(tmp_path: Path) -> None
     times = [0.0, 0.04, 0.5, 3.0, 3.04, 4.9, FLASH, 5.04, 6.5, 7.5]
     video = made(tmp_path / "uneven.mkv", times=times)
     done = cut(video, Moment(2.0, 7.0, 1), tmp_path / "a.mp4", exact=True)
-    found = seen(done.path)
+    decoded = seen(done.path)
     assert done.start == 2.0
-    assert found.times == pytest.approx([0, 1.0, 1.04, 2.9, 3.0, 3.04, 4.5], abs=1e-3)  # the first was on screen before
-    assert found.duration == pytest.approx(5.0, abs=0.04)
-    assert found.flash == pytest.approx(3.0, abs=1e-3) and found.beep == pytest.approx(3.0, abs=0.004)
+    assert decoded.times == pytest.approx(
+        [0, 1.0, 1.04, 2.9, 3.0, 3.04, 4.5], abs=1e-3
+    )  # the first was on screen before
+    assert decoded.duration == pytest.approx(5.0, abs=0.04)
+    assert decoded.flash == pytest.approx(3.0, abs=1e-3) and decoded.beep == pytest.approx(3.0, abs=0.004)
 
 
 def test_phone_videos_are_rotated_upright(tmp_path: Path) -> None:
@@ -182,9 +186,9 @@ def test_phone_videos_are_rotated_upright(tmp_path: Path) -> None:
     whole = seen(video)
     assert whole.size == (160, 90)
     for exact in (True, False):
-        found = seen(cut(video, Moment(0, 1.0, 1), tmp_path / f"{exact}.mp4", exact=exact).path)
-        assert found.size == (160, 90)
-        assert np.abs(found.pictures[10].astype(int) - whole.pictures[10]).mean() < 6
+        decoded = seen(cut(video, Moment(0, 1.0, 1), tmp_path / f"{exact}.mp4", exact=exact).path)
+        assert decoded.size == (160, 90)
+        assert np.abs(decoded.pictures[10].astype(int) - whole.pictures[10]).mean() < 6
 
 
 def test_a_video_without_sound_gives_clips_without_sound(tmp_path: Path) -> None:
@@ -208,8 +212,8 @@ def test_codecs_that_mp4_cannot_contain_are_re_encoded_or_rejected_in_one_line(t
 
 def test_odd_sizes_and_clips_that_end_after_the_video_can_be_cut(tmp_path: Path) -> None:
     video = made(tmp_path / "odd.mkv", size=(161, 91), seconds=3, codecs=("ffv1", "aac"))
-    found = seen(cut(video, Moment(2.0, 9.0, 1), tmp_path / "a.mp4", exact=True).path)
-    assert found.size == (90, 160) and found.duration == pytest.approx(1.0, abs=1 / FPS)
+    decoded = seen(cut(video, Moment(2.0, 9.0, 1), tmp_path / "a.mp4", exact=True).path)
+    assert decoded.size == (90, 160) and decoded.duration == pytest.approx(1.0, abs=1 / FPS)
 
 
 @pytest.mark.parametrize("exact", [True, False])
@@ -246,17 +250,17 @@ def test_a_truncated_file_is_cut_up_to_its_end(plain: Path, tmp_path: Path) -> N
     half = tmp_path / "half.mkv"
     whole = made(tmp_path / "whole.mkv")
     half.write_bytes(whole.read_bytes()[: int(whole.stat().st_size * 0.6)])
-    found = seen(cut(half, Moment(1.0, 3.0, 1), tmp_path / "a.mp4", exact=True).path)
-    assert found.duration == pytest.approx(2.0, abs=1 / FPS)
+    decoded = seen(cut(half, Moment(1.0, 3.0, 1), tmp_path / "a.mp4", exact=True).path)
+    assert decoded.duration == pytest.approx(2.0, abs=1 / FPS)
     with pytest.raises(BadMedia):
         cut(tmp_path / "none.mp4", MOMENT, tmp_path / "b.mp4")
 
 
 def test_edges_are_found_at_their_times_in_the_file(tmp_path: Path) -> None:
     video = made(tmp_path / "edges.mp4", cut_at=2.48, pauses=[(6.0, 6.4)])
-    found = edges_around(video, [Moment(2.0, 6.6, 1)], 1.0)
-    shot = [edge for edge in found if edge.kind == "shot"]
-    pauses = [edge for edge in found if edge.kind == "silence"]
+    result = edges_around(video, [Moment(2.0, 6.6, 1)], 1.0)
+    shot = [edge for edge in result if edge.kind == "shot"]
+    pauses = [edge for edge in result if edge.kind == "silence"]
     assert [edge.time for edge in shot] == [pytest.approx(2.48, abs=1e-3)]
     assert [edge.time for edge in pauses] == [pytest.approx(6.2, abs=0.05)]
     assert edges_around(video, [Moment(3.8, 4.2, 1)], 0.5) == []
@@ -266,12 +270,12 @@ def test_the_crop_follows_the_motion_smoothly(plain: Path, tmp_path: Path) -> No
     moment = Moment(1.0, 7.0, 1)
     crop = follow(plain, moment, 9 / 16)
     done = cut(plain, moment, tmp_path / "a.mp4", crop=crop)
-    found = seen(done.path)
-    assert found.size == (90, 50) and abs(found.duration - 6) < 1 / FPS
-    assert found.beep == pytest.approx(found.flash, abs=0.004)
-    for number in range(0, len(found.pictures), 10):
-        columns = np.flatnonzero((np.abs(found.pictures[number][34:56].astype(int) - 140) < 12).mean(axis=0) > 0.8)
-        if found.pictures[number].mean() < 200:  # not during the flash
+    decoded = seen(done.path)
+    assert decoded.size == (90, 50) and abs(decoded.duration - 6) < 1 / FPS
+    assert decoded.beep == pytest.approx(decoded.flash, abs=0.004)
+    for number in range(0, len(decoded.pictures), 10):
+        columns = np.flatnonzero((np.abs(decoded.pictures[number][34:56].astype(int) - 140) < 12).mean(axis=0) > 0.8)
+        if decoded.pictures[number].mean() < 200:  # not during the flash
             assert len(columns) >= 18  # the square of 20 pixels is in the window
     speed = np.abs(np.diff(crop.centres) / np.diff(crop.times))
     assert speed.max() < 0.4  # fraction of the frame width per second; the square moves at 0.11

@@ -61,18 +61,18 @@ def content(folder: Path) -> dict[str, bytes]:
 
 def test_stored_arrays_match_the_clips_and_are_memory_mapped(tmp_path: Path, films: list[Video]) -> None:
     for each in filled(tmp_path, films).open():
-        wanted = list(clips(each.source.video, 2.0, 8, (32, 32), 16_000))
+        target = list(clips(each.source.video, 2.0, 8, (32, 32), 16_000))
         frames, mel, numbers = (each.array(name) for name in ("frames", "mel", "stats"))
-        assert isinstance(frames, np.memmap) and each.num_clips == len(wanted) == len(mel) == len(numbers)
+        assert isinstance(frames, np.memmap) and each.num_clips == len(target) == len(mel) == len(numbers)
         assert frames.dtype == np.uint8 and mel.dtype == numbers.dtype == np.float16
         assert each.arrays == {"frames": frames.shape, "mel": mel.shape, "stats": numbers.shape}
-        np.testing.assert_array_equal(frames, np.stack([clip[0] for clip in wanted]))
+        np.testing.assert_array_equal(frames, np.stack([clip[0] for clip in target]))
         np.testing.assert_array_equal(
-            numbers, np.stack([stats(*clip, spectra(clip[1], 16_000), 16_000) for clip in wanted])
+            numbers, np.stack([stats(*clip, spectra(clip[1], 16_000), 16_000) for clip in target])
         )
         if each.has_sound:
             np.testing.assert_array_equal(
-                mel, np.stack([log_mel(spectra(clip[1], 16_000), 16_000, 20, 32) for clip in wanted])
+                mel, np.stack([log_mel(spectra(clip[1], 16_000), 16_000, 20, 32) for clip in target])
             )
         else:
             assert not mel.any()
@@ -179,8 +179,8 @@ def test_a_killed_process_leaves_only_complete_videos_and_the_next_one_continues
 
 
 def test_a_stop_request_takes_effect_between_two_blocks(tmp_path: Path, films: list[Video]) -> None:
-    asked = iter([False] * 5 + [True] * 1000)
-    Extraction(tmp_path, films, SETTINGS).fill(Work(tmp_path, _asked_to_stop=lambda: next(asked)))
+    stop_requests = iter([False] * 5 + [True] * 1000)
+    Extraction(tmp_path, films, SETTINGS).fill(Work(tmp_path, _asked_to_stop=lambda: next(stop_requests)))
     assert len(list(tmp_path.glob("*/facts.json"))) == 2
     assert not list(tmp_path.glob(".*.part"))
 
@@ -188,9 +188,9 @@ def test_a_stop_request_takes_effect_between_two_blocks(tmp_path: Path, films: l
 def test_broken_files_are_reported_or_skipped_by_option(tmp_path: Path, films: list[Video]) -> None:
     (tmp_path / "text.mp4").write_text("no video")
     broken = Video("text.mp4", tmp_path / "text.mp4")
-    said: list[str] = []
-    extraction = filled(tmp_path / "cache", [films[0], broken, films[1]], say=said.append)
-    assert any("bad file" in line and "text.mp4" in line for line in said)
+    messages: list[str] = []
+    extraction = filled(tmp_path / "cache", [films[0], broken, films[1]], say=messages.append)
+    assert any("bad file" in line and "text.mp4" in line for line in messages)
     with pytest.raises(ConfigError, match=r"text\.mp4.*--leave_out_bad"):
         extraction.open()
     assert [each.source.name for each in extraction.open(leave_out_bad=True)] == ["0.mp4", "1.mp4"]
@@ -261,8 +261,8 @@ def vision_model(folder: Path) -> Path:
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     ViTModel(ViTConfig(**sizes, image_size=16, patch_size=8)).save_pretrained(folder)
-    told = {"image_processor_type": "ViTImageProcessor", "do_resize": True, "size": {"height": 16, "width": 16}}
-    (folder / "preprocessor_config.json").write_text(json.dumps(told))
+    values = {"image_processor_type": "ViTImageProcessor", "do_resize": True, "size": {"height": 16, "width": 16}}
+    (folder / "preprocessor_config.json").write_text(json.dumps(values))
     return folder
 
 
@@ -370,9 +370,9 @@ def test_extraction_starts_no_threads_that_wait_for_each_other() -> None:
 
 
 def test_progress_shows_the_total_and_the_duration(tmp_path: Path, films: list[Video]) -> None:
-    said: list[str] = []
-    filled(tmp_path, films, say=said.append)
-    assert said[0] == "extracting features: 1 MB" and said[-1].startswith("extracting features: 1 MB in ")
+    messages: list[str] = []
+    filled(tmp_path, films, say=messages.append)
+    assert messages[0] == "extracting features: 1 MB" and messages[-1].startswith("extracting features: 1 MB in ")
 
 
 def test_progress_counts_the_megabytes_of_unfinished_videos() -> None:
@@ -387,6 +387,6 @@ def test_damage_to_a_video_is_reported_before_training(tmp_path: Path) -> None:
     extraction = filled(tmp_path / "cache", [Video("a.mp4", path)])
     (only,) = extraction.open()
     assert only.duration == pytest.approx(40, abs=0.5)
-    (said,) = extraction.remarks
-    assert re.search(r"[1-9]\d* of 160 frames and \d+\.\d of 40\.\d s of sound cannot be decoded", said), said
-    assert "40.0 s can be read" not in said
+    (text,) = extraction.remarks
+    assert re.search(r"[1-9]\d* of 160 frames and \d+\.\d of 40\.\d s of sound cannot be decoded", text), text
+    assert "40.0 s can be read" not in text

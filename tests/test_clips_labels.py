@@ -34,9 +34,9 @@ def scores(labelled: Labelled, num_clips: int, **further: Any) -> list[float]:
 def refused(path: Path, *words: str, **settings: Any) -> None:
     with pytest.raises(ConfigError) as caught:
         read_labels(path, 2.0, **settings)
-    told = str(caught.value)
-    assert all(word in told for word in words), told
-    assert "\n" not in told
+    message = str(caught.value)
+    assert all(word in message for word in words), message
+    assert "\n" not in message
 
 
 def test_a_csv_gives_the_mean_score_of_each_clip_and_0_for_the_rest(tmp_path: Path) -> None:
@@ -115,10 +115,10 @@ def test_a_link_that_leads_out_of_the_folder_is_refused(tmp_path: Path) -> None:
 
 
 def test_labels_of_missing_videos_can_be_skipped_with_a_note(tmp_path: Path) -> None:
-    said: list[str] = []
+    messages: list[str] = []
     path = folder(tmp_path, "a.mp4,0,2,1\nc.mp4,0,2,1\nd.mp4,0,2,1\n")
-    (only,) = read_labels(path, 2.0, leave_out_bad=True, remark=said.append)
-    assert only.name == "a.mp4" and len(said) == 1 and "2 videos" in said[0] and "c.mp4" in said[0]
+    (only,) = read_labels(path, 2.0, leave_out_bad=True, remark=messages.append)
+    assert only.name == "a.mp4" and len(messages) == 1 and "2 videos" in messages[0] and "c.mp4" in messages[0]
     refused(folder(tmp_path / "none", "c.mp4,0,2,1\n", "a.mp4"), "c.mp4", leave_out_bad=True)
 
 
@@ -217,15 +217,15 @@ def test_invalid_json_is_reported_with_its_line(tmp_path: Path) -> None:
 
 def hisum(path: Path, **videos: tuple[Any, Any]) -> Path:
     with h5py.File(path, "w") as file:
-        for name, (features, given) in videos.items():
+        for name, (features, inputs) in videos.items():
             file.create_group(name).create_dataset("features", data=features)
-            file[name].create_dataset("gtscore", data=given)
+            file[name].create_dataset("gtscore", data=inputs)
     return path
 
 
 def test_mr_hisum_gives_the_mean_of_its_seconds(tmp_path: Path) -> None:
-    rows, given = np.arange(10, dtype=np.float32).reshape(5, 2), [0.0, 1.0, 0.5, 0.5, 0.2]
-    (only,) = read_labels(hisum(tmp_path / "mr_hisum.h5", video_1=(rows, given)), 2.0)
+    rows, inputs = np.arange(10, dtype=np.float32).reshape(5, 2), [0.0, 1.0, 0.5, 0.5, 0.2]
+    (only,) = read_labels(hisum(tmp_path / "mr_hisum.h5", video_1=(rows, inputs)), 2.0)
     assert (only.name, only.video, only.duration) == ("video_1", None, 5.0)
     assert scores(only, 3, duration=5.0) == [0.5, 0.5, 0.2]
     assert only.features is not None

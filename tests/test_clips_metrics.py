@@ -67,15 +67,15 @@ def test_average_precision_equals_torchmetrics() -> None:
     rng = np.random.default_rng(1)
     for _ in range(20):
         marks, scores = rng.random(40) < 0.4, rng.integers(0, 20, 40) / 20
-        wanted = float(reference(torch.from_numpy(scores), torch.from_numpy(marks.astype(int))))
-        assert average_precision(marks, scores) == pytest.approx(wanted, abs=1e-6)
+        target = float(reference(torch.from_numpy(scores), torch.from_numpy(marks.astype(int))))
+        assert average_precision(marks, scores) == pytest.approx(target, abs=1e-6)
 
 
 def test_random_scores_give_about_the_fraction_of_positives() -> None:
     rng = np.random.default_rng(2)
     marks = np.arange(1000) % 5 == 0
-    found = [(average_precision(marks, rng.random(1000)), hit_at_1(marks, rng.random(1000))) for _ in range(400)]
-    precision, hits = np.mean(found, axis=0)
+    result = [(average_precision(marks, rng.random(1000)), hit_at_1(marks, rng.random(1000))) for _ in range(400)]
+    precision, hits = np.mean(result, axis=0)
     assert precision == pytest.approx(0.2, abs=0.01)
     assert hits == pytest.approx(0.2, abs=0.06)
 
@@ -169,10 +169,10 @@ def test_the_evaluation_runs_alone_and_prints_json(tmp_path: Path) -> None:
     words = [written(tmp_path / "P.jsonl", guess), "--ground_truth", truth]
     done = subprocess.run([*command, *words], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    result = json.loads(done.stdout)
     # Query 1: 1, 1 and 0; query b: no annotator gave 4.
-    assert (found["mAP"], found["HIT@1"], found["num_queries"]) == (33.33, 50, 2)
-    assert found["by_level"]["Fair"] == {"mAP": 100, "HIT@1": 100}
+    assert (result["mAP"], result["HIT@1"], result["num_queries"]) == (33.33, 50, 2)
+    assert result["by_level"]["Fair"] == {"mAP": 100, "HIT@1": 100}
     refused = subprocess.run([*command, truth, "--ground_truth", truth], capture_output=True, text=True, cwd=tmp_path)
     assert refused.returncode == 2 and refused.stderr.count("\n") == 1 and "pred_saliency_scores" in refused.stderr
 
@@ -183,20 +183,20 @@ def windows(*rows: tuple[float, ...]) -> np.ndarray:
 
 def test_moment_retrieval_metrics_match_a_hand_calculation() -> None:
     marked = {"a": windows((0, 10), (20, 60)), "b": windows((100, 140))}
-    said = {
+    output = {
         # 20 to 50 is 30 of 40 seconds: IoU 0.75; 0 to 10 is exact; 50 to 60 is 10 of 40.
         "a": windows((20, 50, 0.9), (50, 60, 0.8), (0, 10, 0.7)),
         "b": windows((110, 150, 0.5)),  # 30 of 50 seconds: 0.6
     }
-    found = moment_retrieval(said, marked)
+    result = moment_retrieval(output, marked)
     # Query a: hits at ranks 1 and 3 up to 0.75: (1 + 2/3) / 2; above only at rank 3: (1/3) / 2. Query b: 1 up to 0.6.
     low, high = (1 + 2 / 3) / 2, (1 / 3) / 2
-    assert found["mAP@0.5"] == round(100 * (low + 1) / 2, 2) and found["mAP@0.75"] == round(100 * low / 2, 2)
-    assert found["mAP"] == round(100 * ((6 * low + 4 * high) / 10 + 3 / 10) / 2, 2)
-    assert (found["R1@0.5"], found["R1@0.7"]) == (100, 50)
+    assert result["mAP@0.5"] == round(100 * (low + 1) / 2, 2) and result["mAP@0.75"] == round(100 * low / 2, 2)
+    assert result["mAP"] == round(100 * ((6 * low + 4 * high) / 10 + 3 / 10) / 2, 2)
+    assert (result["R1@0.5"], result["R1@0.7"]) == (100, 50)
     # Alone, the short window of a is found at rank 3; the two long ones are found up to 0.75 and 0.6.
-    assert found["short_mAP"] == round(100 / 3, 2) and found["middle_mAP"] == 0
-    assert found["long_mAP"] == round(100 * (6 / 10 + 3 / 10) / 2, 2)
+    assert result["short_mAP"] == round(100 / 3, 2) and result["middle_mAP"] == 0
+    assert result["long_mAP"] == round(100 * (6 / 10 + 3 / 10) / 2, 2)
 
 
 def test_a_labelled_window_matches_once_and_ten_predictions_count() -> None:
@@ -248,9 +248,9 @@ def test_windows_are_evaluated_with_or_without_scores(tmp_path: Path, capsys: py
     alone = {"qid": 1, "pred_relevant_windows": [[4, 6, 0.5], [0, 2, 0.4]]}
     for line, keys, expected in ((both, {"mAP", "HIT@1", "by_level"}, 100), (alone, set(), 50)):
         main(["--predictions", written(tmp_path / f"P{expected}", [line]), "--ground_truth", truth])
-        found = json.loads(capsys.readouterr().out)
-        assert found.keys() == {"num_queries", "moment_retrieval", *keys}
-        assert found["moment_retrieval"]["mAP"] == expected
+        stdout = json.loads(capsys.readouterr().out)
+        assert stdout.keys() == {"num_queries", "moment_retrieval", *keys}
+        assert stdout["moment_retrieval"]["mAP"] == expected
     for number, rows in enumerate(([[0, 2]], [[4, 2, 0.5]], [[0, math.nan, 1]], "0 2 1")):
         wrong = written(tmp_path / f"W{number}", [{"qid": 1, "pred_relevant_windows": rows}])
         with pytest.raises(ConfigError, match=r"line 1: pred_relevant_windows"):
@@ -307,7 +307,7 @@ NAMES = ("luma", "frame_difference", "loudness")
 def test_baselines_score_by_their_statistic() -> None:
     stats = np.array([[5, 0.1, 0], [5, 0.4, 0], [5, 0.2, 0], [5, 0.3, 0]], np.float16)
     by = {kind: baselines.scores(kind, stats, NAMES, video="a.mp4") for kind in baselines.KINDS}
-    assert all(found.shape == (4,) and np.isfinite(found).all() for found in by.values())
+    assert all(result.shape == (4,) and np.isfinite(result).all() for result in by.values())
     assert np.argsort(by["frame_difference"]).tolist() == [0, 2, 3, 1] and np.ptp(by["frame_difference"]) == 1
     assert by["loudness"].tolist() == [0, 0, 0, 0]  # no sound
     assert by["centre"][1] == by["centre"][2] > by["centre"][0] == by["centre"][3]

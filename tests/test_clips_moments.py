@@ -29,9 +29,9 @@ def test_peaks_become_moments_best_first() -> None:
     scores = np.full(40, 0.1)
     scores[10:13] = 0.7
     scores[30:34] = 0.9
-    found = pick(scores, 2.0, number=2)
-    assert spans(found) == [(60, 68), (20, 26)]
-    assert [moment.score for moment in found] == pytest.approx([0.9, 0.7])
+    chosen = pick(scores, 2.0, number=2)
+    assert spans(chosen) == [(60, 68), (20, 26)]
+    assert [moment.score for moment in chosen] == pytest.approx([0.9, 0.7])
 
 
 def test_a_short_peak_is_extended_to_the_shortest_length_on_its_better_side() -> None:
@@ -44,22 +44,22 @@ def test_a_short_peak_is_extended_to_the_shortest_length_on_its_better_side() ->
 def test_a_long_plateau_is_cut_at_the_longest_length() -> None:
     scores = np.full(100, 0.1)
     scores[20:60] = 0.9
-    found = pick(scores, 2.0, number=3, longest=30, gap=0)
-    assert spans(found)[:2] == [(40, 70), (70, 100)]
-    assert all(moment.seconds <= 30 for moment in found)
+    chosen = pick(scores, 2.0, number=3, longest=30, gap=0)
+    assert spans(chosen)[:2] == [(40, 70), (70, 100)]
+    assert all(moment.seconds <= 30 for moment in chosen)
 
 
 def test_moments_keep_their_distance() -> None:
     scores = np.linspace(0.5, 0.6, 60)
-    found = pick(scores, 2.0, number=10, shortest=4, longest=8, gap=6)
-    ordered = sorted(found, key=lambda moment: moment.start)
-    assert len(found) > 5
+    chosen = pick(scores, 2.0, number=10, shortest=4, longest=8, gap=6)
+    ordered = sorted(chosen, key=lambda moment: moment.start)
+    assert len(chosen) > 5
     assert min(b.start - a.end for a, b in pairwise(ordered)) >= 6
 
 
 def test_equal_scores_give_the_shortest_moments_from_the_beginning() -> None:
-    found = pick(np.full(50, 1 / 3), 2.0, number=3, shortest=6, gap=2)
-    assert spans(found) == [(0, 6), (8, 14), (16, 22)]
+    chosen = pick(np.full(50, 1 / 3), 2.0, number=3, shortest=6, gap=2)
+    assert spans(chosen) == [(0, 6), (8, 14), (16, 22)]
 
 
 def test_the_best_moment_is_always_included() -> None:
@@ -104,8 +104,8 @@ def test_clips_without_a_score_are_in_no_moment() -> None:
     scores = np.full(20, 0.5)
     scores[4:7] = math.nan
     scores[3] = scores[7] = 0.9
-    found = pick(scores, 2.0, number=9, shortest=4, gap=0)
-    assert found and all(moment.end <= 8 or moment.start >= 14 for moment in found)
+    chosen = pick(scores, 2.0, number=9, shortest=4, gap=0)
+    assert chosen and all(moment.end <= 8 or moment.start >= 14 for moment in chosen)
     assert pick([math.nan] * 5, 2.0) == [] and pick([], 2.0) == []
 
 
@@ -132,16 +132,16 @@ def test_moments_are_valid_for_any_scores(
 ) -> None:
     duration = 2.0 * len(scores) - cut
     settings = {"shortest": shortest, "longest": longest, "gap": gap, "duration": duration}
-    found = pick(scores, 2.0, number=number, **settings)  # type: ignore[arg-type]
-    assert found == pick(scores, 2.0, number=number, **settings)  # type: ignore[arg-type]
-    assert len(found) <= number and not overlapping(found)
+    chosen = pick(scores, 2.0, number=number, **settings)  # type: ignore[arg-type]
+    assert chosen == pick(scores, 2.0, number=number, **settings)  # type: ignore[arg-type]
+    assert len(chosen) <= number and not overlapping(chosen)
     for fewer in range(1, number):
-        assert pick(scores, 2.0, number=fewer, **settings) == found[:fewer]  # type: ignore[arg-type]
-    for moment in found:
+        assert pick(scores, 2.0, number=fewer, **settings) == chosen[:fewer]  # type: ignore[arg-type]
+    for moment in chosen:
         assert 0 <= moment.start < moment.end <= duration + 1e-9
         assert min(shortest, duration) - 1e-5 <= moment.seconds <= longest + 1e-5
         assert math.isfinite(moment.score)
-    falling = [moment.score for moment in found]
+    falling = [moment.score for moment in chosen]
     assert all(later <= sooner + 2e-6 for sooner, later in pairwise(falling))
 
 
@@ -151,8 +151,8 @@ def test_a_scene_cut_is_found_at_its_frame_and_motion_is_not_a_cut() -> None:
     two //= 3
     frames = [np.roll(one, 2 * step, axis=1) for step in range(20)] + [np.roll(two, step, axis=1) for step in range(20)]
     times = np.arange(40) / 25
-    found = shots(np.stack(frames), times)
-    assert [(edge.kind, edge.time) for edge in found] == [("shot", 20 / 25)]
+    result = shots(np.stack(frames), times)
+    assert [(edge.kind, edge.time) for edge in result] == [("shot", 20 / 25)]
 
 
 def test_a_flash_is_not_a_cut() -> None:
@@ -181,16 +181,16 @@ def test_moments_snap_to_the_nearest_edge_within_reach_and_prefer_cuts() -> None
 
 def test_snapping_keeps_moments_apart_and_of_allowed_length() -> None:
     edges = [Edge(9.0, "shot", 1.0), Edge(11.0, "shot", 1.0), Edge(12.0, "shot", 1.0)]
-    found = snap([Moment(4, 10, 0.9), Moment(10.5, 14, 0.5)], edges, 2.0, shortest=3.5)
-    assert not overlapping(found)
-    assert all(moment.seconds >= 3.5 for moment in found)
+    chosen = snap([Moment(4, 10, 0.9), Moment(10.5, 14, 0.5)], edges, 2.0, shortest=3.5)
+    assert not overlapping(chosen)
+    assert all(moment.seconds >= 3.5 for moment in chosen)
     # The better moment moves freely, and the other is shortened.
     assert spans(snap([Moment(4, 10, 0.9), Moment(10.5, 14, 0.5)], [Edge(11.5, "shot", 1.0)], 2.0)) == [
         (4, 11.5),
         (11.5, 14),
     ]
-    found = snap([Moment(2, 10, 0.9)], edges, 2.0, longest=8.5)
-    assert spans(found) == [(2, 9)]
+    chosen = snap([Moment(2, 10, 0.9)], edges, 2.0, longest=8.5)
+    assert spans(chosen) == [(2, 9)]
 
 
 def test_a_short_moment_moves_to_a_cut_as_a_whole() -> None:
@@ -208,8 +208,8 @@ def test_fewer_snapped_moments_are_a_prefix_of_more(seed: int) -> None:
     moments = pick(rng.random(60), 2.0, number=12, shortest=4, longest=12, gap=0)
     kinds = rng.choice(["shot", "silence"], 50)
     edges = [Edge(float(time), kind, 1.0) for time, kind in zip(rng.random(50) * 120, kinds, strict=True)]
-    found = snap(moments, edges, 2.0, shortest=4, longest=12, duration=120)
-    assert not overlapping(found) and all(3.999 <= moment.seconds <= 12.001 for moment in found)
+    chosen = snap(moments, edges, 2.0, shortest=4, longest=12, duration=120)
+    assert not overlapping(chosen) and all(3.999 <= moment.seconds <= 12.001 for moment in chosen)
     for number in range(len(moments)):
         fewer = snap(moments[:number], edges, 2.0, shortest=4, longest=12, duration=120)
-        assert fewer == found[: len(fewer)]
+        assert fewer == chosen[: len(fewer)]

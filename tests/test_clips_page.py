@@ -72,15 +72,15 @@ def done(video: Path) -> Path:
 
 
 def test_clips_are_the_best_moments_and_end_at_cuts(done: Path) -> None:
-    told = json.loads((done / "clips.json").read_text())
-    assert told["video"] == "a talk.mp4" and told["duration"] == pytest.approx(20, abs=0.1)
-    assert told["scores"] == [0.1, 0.2, 0.9, 0.8, 0.1, 0.1, 0.7, 0.75, 0.1, 0.0]
-    first, second = told["clips"]
+    content = json.loads((done / "clips.json").read_text())
+    assert content["video"] == "a talk.mp4" and content["duration"] == pytest.approx(20, abs=0.1)
+    assert content["scores"] == [0.1, 0.2, 0.9, 0.8, 0.1, 0.1, 0.7, 0.75, 0.1, 0.0]
+    first, second = content["clips"]
     assert (first["start"], first["end"]) == (4, 8)
     assert (second["start"], second["end"]) == (11.6, 16)  # the shot changes at 11.6, and the peak begins at 12
     assert sorted(os.listdir(done)) == sorted(["clips.json", "page.html", first["file"], second["file"]])
     assert first["file"] == "01_00h00m04s.mp4"
-    for clip in told["clips"]:
+    for clip in content["clips"]:
         assert seen(done / clip["file"]).duration == pytest.approx(clip["end"] - clip["start"], abs=1 / 25)
 
 
@@ -125,8 +125,8 @@ def test_a_copy_that_begins_early_is_reported(video: Path, tmp_path: Path, capsy
     assert clips.main(words, lambda video: Judged(np.array([0.1, 0.9, 0.9, 0.1, 0.1]), 2.5)) == 0
     output = capsys.readouterr().out
     assert "1 clip, 5 of 12 s, scored in" in output and "1 file starts 0.5 s before the moment" in output
-    told = json.loads((tmp_path / "a talk" / "clips.json").read_text())
-    assert (told["clips"][0]["start"], told["clips"][0]["file_start"]) == (2.5, 2.0)
+    content = json.loads((tmp_path / "a talk" / "clips.json").read_text())
+    assert (content["clips"][0]["start"], content["clips"][0]["file_start"]) == (2.5, 2.0)
     assert not (tmp_path / "a talk" / "page.html").exists()
     cut = Cut(tmp_path / "x.mp4", 2.0, 7.5)
     page = write_page(tmp_path / "p.html", Footage(video), [0.5] * 8, 2.5, [(Moment(2.5, 7.5, 0.9), cut)])
@@ -144,12 +144,12 @@ def test_damage_to_a_video_is_printed_stored_and_shown(tmp_path: Path, capsys: p
         )
 
     assert clips.main([str(path), "--output_dir", str(tmp_path / "out"), "--num_clips", "1"], really) == 0
-    told = capsys.readouterr().err
-    assert told.count("\n") == 1 and "frames and" in told and "s of sound cannot be decoded" in told
+    stderr = capsys.readouterr().err
+    assert stderr.count("\n") == 1 and "frames and" in stderr and "s of sound cannot be decoded" in stderr
     written = json.loads((tmp_path / "out/a/clips.json").read_text())
     assert written["damage"]["frames_not_decoded"] > 10 and written["damage"]["frames"] == 160
     assert written["damage"]["sound_seconds_not_decoded"] > 5
-    assert written["remarks"] == [told.removeprefix(f"unisono: {path}: ").rstrip()]
+    assert written["remarks"] == [stderr.removeprefix(f"unisono: {path}: ").rstrip()]
     page = Page((tmp_path / "out/a/page.html").read_text())
     assert "Damaged (" in page.text and f"{written['damage']['frames_not_decoded']} of 160 frames" in page.text
 
@@ -160,10 +160,10 @@ def test_a_video_in_which_nothing_stands_out_is_reported(
     flat = Judged(np.linspace(0.00056, 0.00068, 10))
     words = [str(video), "--output_dir", str(tmp_path)]
     assert clips.main(words, lambda video: flat) == 0
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "nothing stands out: all scores lie between 0.0006 and 0.0007" in said
-    told = json.loads((tmp_path / "a talk/clips.json").read_text())
-    assert told["nothing_stands_out"] and told["remarks"] and told["damage"] is None
+    stderr = capsys.readouterr().err
+    assert stderr.count("\n") == 1 and "nothing stands out: all scores lie between 0.0006 and 0.0007" in stderr
+    content = json.loads((tmp_path / "a talk/clips.json").read_text())
+    assert content["nothing_stands_out"] and content["remarks"] and content["damage"] is None
     text = (tmp_path / "a talk/page.html").read_text()
     assert "Nothing stands out" in text and ">-0.50<" not in text and ">0.00<" in text and "score 0.0006" in text
     assert clips.main([str(video), "--output_dir", str(tmp_path / "other")], scorer) == 0
@@ -176,10 +176,10 @@ def test_no_clip_is_cut_that_scores_below_the_lowest_score(
 ) -> None:
     words = [str(video), "--output_dir", str(tmp_path), "--lowest_score", "0.8"]
     assert clips.main(words, scorer) == 0
-    told = json.loads((tmp_path / "a talk/clips.json").read_text())
-    assert [clip["score"] for clip in told["clips"]] == [0.85]
-    said = capsys.readouterr()
-    assert "1 clip, " in said.out and "below --lowest_score 0.8 (the best of them scores 0.7" in said.err
+    content = json.loads((tmp_path / "a talk/clips.json").read_text())
+    assert [clip["score"] for clip in content["clips"]] == [0.85]
+    printed = capsys.readouterr()
+    assert "1 clip, " in printed.out and "below --lowest_score 0.8 (the best of them scores 0.7" in printed.err
     assert clips.main([*words[:2], str(tmp_path / "none"), "--lowest_score", "1"], scorer) == 0
     assert "0 clips, " in capsys.readouterr().out
     assert "There are no clips." in (tmp_path / "none/a talk/page.html").read_text()
@@ -245,8 +245,8 @@ def test_a_mistake_is_one_line_and_nothing_is_written(
     words = [word.format(video=video, taken=taken) for word in words]
     words += [] if "--output_dir" in words else ["--output_dir", str(tmp_path / "out")]
     assert main(["clips", *words, "--run", str(run)]) == 2
-    told = capsys.readouterr()
-    assert told.out == "" and told.err.count("\n") == 1 and said in told.err
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.count("\n") == 1 and said in printed.err
     assert os.listdir(tmp_path) == ["taken"] and os.listdir(taken / "a talk") == ["mine.txt"]
 
 
@@ -269,8 +269,8 @@ def test_a_missing_video_does_not_stop_the_others(
 ) -> None:
     words = ["nowhere.mp4", str(video), "--output_dir", str(tmp_path / "out"), "--num_clips", "1", "--no_page"]
     assert clips.main(words, scorer) == 2
-    told = capsys.readouterr().err
-    assert "nowhere.mp4: there is no such file" in told and "1 of 2 videos failed" in told
+    stderr = capsys.readouterr().err
+    assert "nowhere.mp4: there is no such file" in stderr and "1 of 2 videos failed" in stderr
     assert os.listdir(tmp_path / "out") == ["a talk"]
 
 
@@ -282,9 +282,9 @@ def test_videos_with_equal_names_get_separate_folders_and_duplicates_are_used_on
     link.symlink_to(other)
     words = [str(video), str(other), str(link), "--output_dir", str(tmp_path / "out"), "--num_clips", "1", "--no_page"]
     assert clips.main(words, scorer) == 0
-    told = capsys.readouterr().err
-    assert f"the clips of {other} go to {tmp_path / 'out' / 'a talk-2'}" in told
-    assert f"{link} is the same file as {other}" in told
+    stderr = capsys.readouterr().err
+    assert f"the clips of {other} go to {tmp_path / 'out' / 'a talk-2'}" in stderr
+    assert f"{link} is the same file as {other}" in stderr
     assert sorted(os.listdir(tmp_path / "out")) == ["a talk", "a talk-2"]
 
 
@@ -311,8 +311,8 @@ def test_a_long_video_shows_progress(video: Path, tmp_path: Path, capsys: pytest
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(clips, "_LONG_S", 10)
         assert clips.main([str(known), "--output_dir", str(tmp_path), "--num_clips", "1"], VideoScorer(slow)) == 0
-    told = capsys.readouterr().err
-    assert "scoring long.mp4: 20 s of video" in told and "cutting long.mp4: 1 clip in" in told
+    stderr = capsys.readouterr().err
+    assert "scoring long.mp4: 20 s of video" in stderr and "cutting long.mp4: 1 clip in" in stderr
 
 
 def test_low_scoring_moments_are_not_cut(video: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -321,8 +321,8 @@ def test_low_scoring_moments_are_not_cut(video: Path, tmp_path: Path, capsys: py
     assert clips.main(words, lambda video: Judged(scores)) == 0
     (only,) = json.loads((tmp_path / "a talk/clips.json").read_text())["clips"]
     assert only["score"] == 0.996
-    told = capsys.readouterr().err
-    assert "skipped 2 moments scoring 0.003 or less, below 0.10 (a tenth of the best score, 1.00)" in told
+    stderr = capsys.readouterr().err
+    assert "skipped 2 moments scoring 0.003 or less, below 0.10 (a tenth of the best score, 1.00)" in stderr
     assert (
         clips.main([*words[:2], str(tmp_path / "all"), *words[3:], "--lowest_score", "0"], lambda _: Judged(scores))
         == 0
@@ -375,8 +375,8 @@ def test_a_run_of_the_mirror_set_warns_of_other_videos(
     words = [str(video), "--output_dir", str(tmp_path / "out"), "--num_clips", "1"]
     assert clips.main(words, judge) == 0
     assert "its scores mean nothing for other videos" in capsys.readouterr().err
-    told = json.loads((tmp_path / "out/a talk/clips.json").read_text())
-    assert told["trained_on"].startswith("the built-in mirror set") and "mirror set" in told["remarks"][0]
+    content = json.loads((tmp_path / "out/a talk/clips.json").read_text())
+    assert content["trained_on"].startswith("the built-in mirror set") and "mirror set" in content["remarks"][0]
     assert "trained on the built-in mirror set" in (tmp_path / "out/a talk/page.html").read_text()
     own = made(tmp_path / "own.mp4", size=(32, 32), seconds=20)
     assert clips.main([str(own), *words[1:], "--no-page"], judge) == 0
@@ -414,7 +414,7 @@ def test_runs_of_other_recipes_and_missing_steps_are_rejected_by_name(
     for step in (40, 80):
         (tmp_path / f"checkpoints/step_{step:08}").mkdir(parents=True)
     assert main([*words, "--step", "999"]) == 2
-    assert "--step 999:" in (said := capsys.readouterr().err) and "use 40, 80, newest or best" in said
+    assert "--step 999:" in (stderr := capsys.readouterr().err) and "use 40, 80, newest or best" in stderr
 
 
 def test_times_are_written_as_on_a_clock() -> None:
@@ -438,9 +438,9 @@ def test_a_browser_plays_the_clips_and_the_keyboard_reaches_them(browser: Browse
     browser.events.clear()
     browser("Page.navigate", url=address)
     browser.wait(LOADED)
-    told = json.loads((done / "clips.json").read_text())
+    content = json.loads((done / "clips.json").read_text())
     lengths = browser.ask("[...document.querySelectorAll('.clips video')].map(v => v.duration)")
-    assert lengths == pytest.approx([clip["end"] - clip["start"] for clip in told["clips"]], abs=0.04)
+    assert lengths == pytest.approx([clip["end"] - clip["start"] for clip in content["clips"]], abs=0.04)
     played = browser.ask(
         "(async () => { const v = document.querySelector('.clips video'); v.muted = true; await v.play(); "
         "await new Promise(done => v.addEventListener('timeupdate', () => v.currentTime > 0.2 && done())); v.pause(); "
@@ -462,8 +462,8 @@ def test_a_browser_plays_the_clips_and_the_keyboard_reaches_them(browser: Browse
         "MouseEvent('click', {clientX: b.left + b.width * 0.5, clientY: b.bottom - 5, bubbles: true})); })()"
     )
     browser.wait("Math.abs(document.getElementById('whole').currentTime - 10) < 0.1")
-    asked = [e["params"]["request"]["url"] for e in browser.events if e["method"] == "Network.requestWillBeSent"]
-    assert len(asked) > 3 and all(url.startswith((done.parent.parent.as_uri(), "data:")) for url in asked), asked
+    urls = [e["params"]["request"]["url"] for e in browser.events if e["method"] == "Network.requestWillBeSent"]
+    assert len(urls) > 3 and all(url.startswith((done.parent.parent.as_uri(), "data:")) for url in urls), urls
     wrong = [e["params"]["entry"]["text"] for e in browser.events if e["method"] == "Log.entryAdded"]
     assert not wrong  # the page's content security policy allows all of its content
 

@@ -54,14 +54,14 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def runs(root: Path) -> dict[str, Outcome]:
     """All runs of this module, by name."""
-    told = {**RUN, "data_path": str(root / "videos"), "cache_dir": str(root / "cache")}
-    asked = [
-        Run(name, f"runs/{name}", world, told | changes, recipe="clips") for name, (world, changes) in RUNS.items()
+    settings = {**RUN, "data_path": str(root / "videos"), "cache_dir": str(root / "cache")}
+    run_list = [
+        Run(name, f"runs/{name}", world, settings | changes, recipe="clips") for name, (world, changes) in RUNS.items()
     ]
-    found = many_runs(asked, root)
-    for name, outcome in found.items():
+    outcomes = many_runs(run_list, root)
+    for name, outcome in outcomes.items():
         assert "error" not in outcome.main, (name, outcome.main)
-    return found
+    return outcomes
 
 
 def test_the_model_learns_what_no_statistic_reveals(runs: dict[str, Outcome]) -> None:
@@ -126,20 +126,20 @@ def test_a_video_without_sound_is_scored_from_the_features_that_training_reads(r
 def test_predictions_for_held_out_videos_are_written_in_the_qvhighlights_format(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told = {"duration": 24, "relevant_clip_ids": [1], "saliency_scores": [[4, 4, 4]]}
+    settings = {"duration": 24, "relevant_clip_ids": [1], "saliency_scores": [[4, 4, 4]]}
     for split, numbers in (("train", range(3)), ("val", range(3, 5))):
-        lines = [{"qid": f"q{n}", "vid": f"train_{n:04}.mp4", **told} for n in numbers]
+        lines = [{"qid": f"q{n}", "vid": f"train_{n:04}.mp4", **settings} for n in numbers]
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     labels = {"data_path": str(tmp_path / "train.jsonl"), "eval_data_path": str(tmp_path / "val.jsonl")}
     more = {"media_path": str(root / "videos"), "cache_dir": str(root / "cache"), "num_eval": None, "max_steps": 1}
     many_runs([Run("qv", "qv", 1, RUN | labels | more, recipe="clips")], tmp_path)
     words = ["--run", str(tmp_path / "qv"), "--output", str(tmp_path / "P.jsonl")]
     assert predict(words) == 0
-    found = read_predictions(tmp_path / "P.jsonl")
-    assert {qid: len(scores) for qid, scores in found.items()} == {"q3": 12, "q4": 12}
+    result = read_predictions(tmp_path / "P.jsonl")
+    assert {qid: len(scores) for qid, scores in result.items()} == {"q3": 12, "q4": 12}
     recipe, model, _ = load_trained(tmp_path / "qv")
     scored = score(recipe, model, root / "videos/train_0003.mp4", "cpu")  # type: ignore[arg-type]
-    np.testing.assert_allclose(found["q3"], scored.scores, atol=1e-5)
+    np.testing.assert_allclose(result["q3"], scored.scores, atol=1e-5)
     assert evaluate(["--predictions", words[-1], "--ground_truth", str(tmp_path / "val.jsonl")]) == 0
     assert json.loads(capsys.readouterr().out)["num_queries"] == 2
     with pytest.raises(ConfigError, match="not overwritten"):

@@ -47,8 +47,14 @@ def table(folder: Path, num_videos: int, seed: int, pattern: str = "motion") -> 
 
 def test_the_files_are_videos_with_sound_and_their_labels_fit(mirror: Path) -> None:
     assert sorted(path.name for path in mirror.iterdir()) == ["labels.csv", *(f"train_{n:04d}.mp4" for n in range(8))]
-    told = facts(mirror / "train_0000.mp4")
-    assert (told.duration, told.fps, told.height, told.width, told.has_sound) == (60.0, 4.0, 32, 32, True)
+    properties = facts(mirror / "train_0000.mp4")
+    assert (properties.duration, properties.fps, properties.height, properties.width, properties.has_sound) == (
+        60.0,
+        4.0,
+        32,
+        32,
+        True,
+    )
     with av.open(str(mirror / "train_0000.mp4")) as container:
         assert container.streams.video[0].codec_context.name in ("h264", "mpeg4")
         assert container.streams.audio[0].codec_context.name == "aac"

@@ -61,10 +61,10 @@ def film(
                     piece = sound[None, start : min(start + block, last)]
                     form = "fltp" if sound_codec == "aac" else "s16"
                     values = piece if form == "fltp" else (piece * 32767).astype(np.int16)
-                    said = av.AudioFrame.from_ndarray(np.ascontiguousarray(values), format=form, layout="mono")
-                    said.sample_rate, said.time_base = RATE, Fraction(1, RATE)
-                    said.pts = round(begin * RATE) + start - first
-                    container.mux(audio.encode(said))
+                    output = av.AudioFrame.from_ndarray(np.ascontiguousarray(values), format=form, layout="mono")
+                    output.sample_rate, output.time_base = RATE, Fraction(1, RATE)
+                    output.pts = round(begin * RATE) + start - first
+                    container.mux(audio.encode(output))
             container.mux(audio.encode(None))
     return path
 
@@ -140,15 +140,15 @@ def test_with_a_variable_frame_rate_a_frame_stays_until_the_next_one(tmp_path: P
     times = [0.0, 0.1, 0.2, 1.6, 1.7, 3.9, 4.4, 4.5]
     levels = [20, 40, 60, 80, 100, 120, 140, 160]
     reading, frames, _ = read(film(tmp_path / name, levels, times=times))
-    wanted = [levels[max(i for i, time in enumerate(times) if time <= 0.25 * n + 0.01)] for n in range(24)]
-    assert near(levels_of(frames), wanted)
+    expected = [levels[max(i for i, time in enumerate(times) if time <= 0.25 * n + 0.01)] for n in range(24)]
+    assert near(levels_of(frames), expected)
     assert 4.5 < reading.duration < 6
 
 
 def test_a_phone_held_upright_gives_upright_frames(tmp_path: Path) -> None:
     path = film(tmp_path / "a.mp4", [60] * 8, matrix=CLOCKWISE)
-    told = facts(path)
-    assert (told.height, told.width) == (48, 32)
+    properties = facts(path)
+    assert (properties.height, properties.width) == (48, 32)
     _, frames, _ = read(path, size=(24, 16))
     assert frames.shape[2:4] == (24, 16)
     # The white upper quarter is on the right after rotating the frame clockwise.

@@ -71,8 +71,8 @@ def refused(*files: Path, flags: list[str] | None = None, kind: type[Exception] 
 
 def test_later_files_override_earlier_ones_and_flags_override_all(write: Any) -> None:
     files = [write("a.yaml", "seed: 1\nkeep_last: 1\nwidth: 1\n"), write("b.json", '{"seed": 2, "keep_last": 2}')]
-    found = values(*files, flags=["--keep_last", "9"])
-    assert (found["seed"], found["keep_last"], found["width"]) == (2, 9, 1)
+    result = values(*files, flags=["--keep_last", "9"])
+    assert (result["seed"], result["keep_last"], result["width"]) == (2, 9, 1)
     assert values(*reversed(files))["seed"] == 1
 
 
@@ -97,8 +97,8 @@ def test_a_later_file_can_go_back_to_a_default(write: Any) -> None:
 def test_included_files_come_first_in_their_order_and_own_keys_win(write: Any) -> None:
     write("one.yaml", "seed: 1\nwidth: 1\nkeep_last: 1\n")
     write("two.yaml", "seed: 2\nwidth: 2\n")
-    found = values(write("top.yaml", "seed: 3\ninclude: [one.yaml, two.yaml]\n"))
-    assert (found["seed"], found["width"], found["keep_last"]) == (3, 2, 1)
+    result = values(write("top.yaml", "seed: 3\ninclude: [one.yaml, two.yaml]\n"))
+    assert (result["seed"], result["width"], result["keep_last"]) == (3, 2, 1)
 
 
 def test_an_include_is_found_in_the_files_folder_or_above(write: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,7 +51,7 @@ def settings(ranks: int, parts: int, by_length: bool, strategy: str) -> dict[str
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     """Runs with every layout, and with faults."""
     two = settings(2, 4, False, "ddp")
-    wanted = [Run(name, name, layout[0], settings(*layout), recipe="Pairs") for name, layout in LAYOUTS.items()]
+    run_list = [Run(name, name, layout[0], settings(*layout), recipe="Pairs") for name, layout in LAYOUTS.items()]
     one, few = settings(1, 4, False, "single"), {"num_samples": 2, "global_batch_size": 2}
     others = {
         "never guarded": (2, two | {"guard_steps": 0}),
@@ -67,18 +67,18 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
         "few samples": (3, settings(3, 1, False, "ddp") | few),
         "few samples on one": (1, settings(1, 1, False, "single") | few),
     }
-    wanted += [Run(name, name, world, each, recipe="Pairs") for name, (world, each) in others.items()]
+    run_list += [Run(name, name, world, each, recipe="Pairs") for name, (world, each) in others.items()]
     by_rows = {name: (layout[0], settings(*layout)) for name, layout in BY_ROWS.items()} | {
         "by rows, no room": (2, settings(2, 1, False, "ddp") | {"room": 4}),
         "by rows, not a number": (2, two | {"inject": "nan@rank1:step2"}),
         "by rows, torn": (2, two | TORN),
         "by rows, few samples": (3, settings(3, 1, False, "ddp") | few),
     }
-    wanted += [Run(name, name, world, each, recipe="PairsByRows") for name, (world, each) in by_rows.items()]
+    run_list += [Run(name, name, world, each, recipe="PairsByRows") for name, (world, each) in by_rows.items()]
     spoilt = two | {"inject": "nan@rank0:step2", "save_every": 1}
-    wanted.append(Run("buffers", "buffers", 2, spoilt, recipe="PairsWithBuffers"))
-    wanted.append(Run("went on", "went on", 3, settings(3, 1, False, "ddp"), Copy("2 x 4", 2), recipe="Pairs"))
-    return many_runs(wanted, tmp_path_factory.mktemp("coupled"))
+    run_list.append(Run("buffers", "buffers", 2, spoilt, recipe="PairsWithBuffers"))
+    run_list.append(Run("went on", "went on", 3, settings(3, 1, False, "ddp"), Copy("2 x 4", 2), recipe="Pairs"))
+    return many_runs(run_list, tmp_path_factory.mktemp("coupled"))
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -86,16 +86,16 @@ def outcomes(asked: Iterable[Run], root: Path) -> dict[str, Outcome]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
-    asked = []
+    run_list = []
     for name, (recipe, world, settings) in WAYS.items():
-        asked.append(Run(name, name, world, RUN | settings, recipe=recipe))
-        asked.append(Run(f"{name}, recorded", f"{name}, recorded", world, RUN | settings | GRAPH, recipe=recipe))
+        run_list.append(Run(name, name, world, RUN | settings, recipe=recipe))
+        run_list.append(Run(f"{name}, recorded", f"{name}, recorded", world, RUN | settings | GRAPH, recipe=recipe))
     for step in (2, 9):
         name = f"recorded, on from {step}"
-        asked.append(
+        run_list.append(
             Run(name, name, 1, {"strategy": "single"}, Copy("data on the device, recorded", step), "FitOnDevice")
         )
-    return outcomes(asked, tmp_path_factory.mktemp("graphs"))
+    return outcomes(run_list, tmp_path_factory.mktemp("graphs"))
 
 
 def same_bits(one: Outcome, other: Outcome) -> None:
@@ -125,11 +125,11 @@ def test_a_recorded_run_resumes_as_if_it_had_never_stopped(step: int, runs: dict
 
 @on_a_gpu
 def test_steps_that_cannot_be_recorded_are_reported(tmp_path: Path) -> None:
-    asked = [
+    run_list = [
         Run("fsdp", "fsdp", 2, RUN | GRAPH | {"strategy": "fsdp"}, recipe="Fit"),
         Run("waits", "waits", 1, RUN | GRAPH, recipe="Waits"),
     ]
-    found = outcomes(asked, tmp_path)
+    found = outcomes(run_list, tmp_path)
     for outcome in found["fsdp"].by_rank:
         assert outcome["exit_code"] == 2
         assert outcome["error"].startswith("cuda_graph works with strategy single and ddp, not with fsdp")

@@ -52,14 +52,14 @@ class Curves(Recipe):
     def evaluate(self, model: nn.Module, batch: Tensor, noise: Any) -> Mapping[str, Any]:
         points = batch.double()[:, None] + 10 * torch.arange(LENGTH)  # [batch, LENGTH]
         late = (batch >= 2).double()[:, None].expand(-1, LENGTH)
-        found = {
+        actual = {
             "curve": (points.sum(0), len(batch)),
             "of_one": (batch.double().sum()[None], torch.tensor([len(batch)])),
             "by_point": ((points * late).sum(0), late.sum(0)),  # one count per point; 0 in some batches
             "number": (batch.sum(), len(batch)),
             "noisy": (noise.uniform(LENGTH, dtype=torch.float64).sum(0), len(batch)),
         }
-        return {**found, **FLAWS[self.config.flaw](batch)}
+        return {**actual, **FLAWS[self.config.flaw](batch)}
 
     def preview(self, model: nn.Module, step: int) -> Mapping[str, Any]:
         return {"evaluations.json": json.dumps(self.evaluations)}
@@ -91,21 +91,21 @@ RUN = {"max_steps": 1, "global_batch_size": 4, "dtype": "float64"}
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     root = tmp_path_factory.mktemp("curves")
-    asked = [
+    run_list = [
         Run(f"{size} on {world}", f"{size} on {world}", world, RUN | {"num_eval": size}, recipe="Curves")
         for size in SIZES
         for world in (1, 2, 3)
     ]
     flaw = RUN | {"flaw": "another length in another batch", "eval_batch_size": 5}
-    asked += [
+    run_list += [
         # Each rank sees one batch; the difference between curves shows only across ranks.
         Run("flawed", "flawed", 2, flaw, recipe="Curves"),
         Run("best", "best", 2, RUN | {"best_metric": "eval/curve", "eval_every": 1, "max_steps": 2}, recipe="Curves"),
     ]
-    results = run_ranks("train_curves", __file__, 3, {"runs": [asdict(run) for run in asked], "root": str(root)})
+    results = run_ranks("train_curves", __file__, 3, {"runs": [asdict(run) for run in run_list], "root": str(root)})
     return {
         run.name: Outcome(root / run.folder, root / run.name, [results[rank][run.name] for rank in range(run.world)])
-        for run in asked
+        for run in run_list
     }
 
 
@@ -154,9 +154,9 @@ def scalars(folder: Path) -> set[str]:
 def test_a_curve_is_three_charts_in_tensorboard_however_long_it_is(tmp_path: Path) -> None:
     result = unisono.train(Curves, **RUN, tensorboard=True, output_dir=str(tmp_path / "run"))  # type: ignore[arg-type]
     (written,) = (tmp_path / "run/tb").rglob("*tfevents*")
-    assert {"eval/number", "loss"} <= (found := scalars(written.parent))
+    assert {"eval/number", "loss"} <= (actual := scalars(written.parent))
     ends = {f"eval/{name}/{which}" for name in ("curve", "of_one") for which in ("first", "mean", "last")}
-    assert {name for name in found if "curve" in name or "of_one" in name} == ends
+    assert {name for name in actual if "curve" in name or "of_one" in name} == ends
     long = [float(value) for value in range(1001)]
     assert curve_summaries({"eval/long": long, "eval/number": 0.0, "eval/none": []}) == {
         "eval/long/first": 0.0,
@@ -167,9 +167,9 @@ def test_a_curve_is_three_charts_in_tensorboard_however_long_it_is(tmp_path: Pat
 
 
 def evaluations(folder: Path, step: int) -> list[dict[str, Any]]:
-    found = json.loads((folder / f"previews/step_{step:08d}_evaluations.json").read_text())
-    assert all(len(one["eval/curve"]) == LENGTH for one in found)
-    return found  # type: ignore[no-any-return]
+    actual = json.loads((folder / f"previews/step_{step:08d}_evaluations.json").read_text())
+    assert all(len(one["eval/curve"]) == LENGTH for one in actual)
+    return actual  # type: ignore[no-any-return]
 
 
 def test_after_a_resume_the_recipe_sees_each_earlier_evaluation_once(tmp_path: Path) -> None:

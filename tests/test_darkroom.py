@@ -76,22 +76,22 @@ def run(name: str, world: int, settings: Mapping[str, Any], copy: Copy | None = 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     root = tmp_path_factory.mktemp("darkroom")
-    asked = [run(f"{kind} on {world}", world, TINY | KINDS[kind]) for kind in KINDS for world in (1, 2)]
-    asked += [
+    run_list = [run(f"{kind} on {world}", world, TINY | KINDS[kind]) for kind in KINDS for world in (1, 2)]
+    run_list += [
         run("in pieces", 1, TINY | KINDS["plain"] | {"batch_size": 2}),
         run("on from 3", 1, {}, Copy("plain on 1", 3)),
         run("on from 2 on 2", 2, {}, Copy("plain on 1", 2)),
         run("on from 1 on 1", 1, {}, Copy("plain on 2", 1)),
     ]
-    args = {"runs": [asdict(each) for each in asked], "root": str(root)}
+    args = {"runs": [asdict(each) for each in run_list], "root": str(root)}
     results = run_ranks("train_rooms", __file__, 2, args)
-    found = {
+    actual = {
         each.name: Outcome(root / each.folder, root / each.name, [results[r][each.name] for r in range(each.world)])
-        for each in asked
+        for each in run_list
     }
-    for name, outcome in found.items():
+    for name, outcome in actual.items():
         assert all(result.get("status") == "done" for result in outcome.by_rank), (name, outcome.by_rank)
-    return found
+    return actual
 
 
 def evaluated(outcome: Outcome) -> list[dict[str, Any]]:
@@ -146,8 +146,8 @@ def test_the_schedule_ends_with_the_run_on_any_number_of_ranks(runs: dict[str, O
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_verify_finds_the_same_run(kind: str, tmp_path: Path) -> None:
-    given = {name: value for name, value in (TINY | KINDS[kind]).items() if name not in (*RESUMED, "dtype")}
-    words = [f"--{name}={value}" for name, value in given.items() if name != "max_steps"]
+    inputs = {name: value for name, value in (TINY | KINDS[kind]).items() if name not in (*RESUMED, "dtype")}
+    words = [f"--{name}={value}" for name, value in inputs.items() if name != "max_steps"]
     ended = command("verify", "darkroom", "--ranks", "1,2", "--steps", 3, *words, cwd=tmp_path, seconds=240)
     assert ended.code == 0, ended.out
     assert "Same run" in ended.out and "DIFFERS" not in ended.out
@@ -257,36 +257,36 @@ def chance_of(tasks: list[int]) -> float:
 
 
 def test_the_model_learns_unseen_tasks(learned: tuple[Path, dict[str, Any]]) -> None:
-    _, found = learned
+    _, actual = learned
     unseen = split_tasks(25, 0, 0.8, 3).unseen
     chance = chance_of(unseen)
-    curve = found["eval/unseen_return_by_episode"]
+    curve = actual["eval/unseen_return_by_episode"]
     assert len(curve) == 20 and len(unseen) == 5
-    assert found["eval/unseen_return"] == pytest.approx(sum(curve[-10:]) / 10)
-    assert found["eval/unseen_return"] > 4 * chance, "far more than chance"
-    assert found["eval/unseen_return"] > curve[0] + 1, "and more than in its first episode"
+    assert actual["eval/unseen_return"] == pytest.approx(sum(curve[-10:]) / 10)
+    assert actual["eval/unseen_return"] > 4 * chance, "far more than chance"
+    assert actual["eval/unseen_return"] > curve[0] + 1, "and more than in its first episode"
     optimum = sum(min(10, 11 - abs(task // 5 - 2) - abs(task % 5 - 2)) for task in unseen) / 5
-    assert found["eval/unseen_of_optimum"] == pytest.approx(found["eval/unseen_return"] / optimum)
-    assert len(found["eval/unseen_of_optimum_by_task"]) == 5
-    assert 0 <= min(found["eval/unseen_of_optimum_by_task"]) <= max(found["eval/unseen_of_optimum_by_task"]) <= 1
+    assert actual["eval/unseen_of_optimum"] == pytest.approx(actual["eval/unseen_return"] / optimum)
+    assert len(actual["eval/unseen_of_optimum_by_task"]) == 5
+    assert 0 <= min(actual["eval/unseen_of_optimum_by_task"]) <= max(actual["eval/unseen_of_optimum_by_task"]) <= 1
 
 
 def test_the_figure_and_the_table_show_the_metrics(learned: tuple[Path, dict[str, Any]]) -> None:
-    folder, found = learned
+    folder, actual = learned
     (picture,) = (folder / "previews").glob("*240_in_context.png")
     assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n") and picture.stat().st_size > 20_000
     (table,) = (folder / "previews").glob("*240_in_context.txt")
     title, _, head, _, *rows = table.read_text().splitlines()
-    assert f"step {found['step']} " in title
+    assert f"step {actual['step']} " in title
     assert " ".join(head.split()) == "episode 1 5 10 last 10 of optimum solved"
     by_name = {row[:28].strip(): row[28:].split() for row in rows}
     for name in ("unseen", "validation", "train"):
-        curve = found[f"eval/{name}_return_by_episode"]
+        curve = actual[f"eval/{name}_return_by_episode"]
         assert by_name[f"{name} tasks"] == [
             *(f"{curve[episode]:.2f}" for episode in (0, 4, 9)),
-            f"{found[f'eval/{name}_return']:.2f}",
-            f"{found[f'eval/{name}_of_optimum']:.1%}",
-            f"{found[f'eval/{name}_solved']:.0%}",
+            f"{actual[f'eval/{name}_return']:.2f}",
+            f"{actual[f'eval/{name}_of_optimum']:.1%}",
+            f"{actual[f'eval/{name}_solved']:.0%}",
         ]
     unseen = split_tasks(25, 0, 0.8, 3).unseen
     assert float(by_name["chance, unseen tasks"][0]) == pytest.approx(chance_of(unseen), abs=0.15)
@@ -294,14 +294,16 @@ def test_the_figure_and_the_table_show_the_metrics(learned: tuple[Path, dict[str
     assert by_name["optimum, unseen tasks"] == [f"{optimum:.2f}", "100.0%"]
     rewards = read_histories(sorted(folder.glob("prepared/histories/*.hdf5")), Room(5, 10), unseen, 20, 100).rewards
     source = rewards.view(-1, 10, 10).double().sum(-1).mean(0)
-    told = [float(word) for word in by_name["source learner, unseen tasks"][:4]]
-    assert told == pytest.approx([float(source[episode]) for episode in (0, 4, 9)] + [float(source.mean())], abs=0.006)
+    reported = [float(word) for word in by_name["source learner, unseen tasks"][:4]]
+    assert reported == pytest.approx(
+        [float(source[episode]) for episode in (0, 4, 9)] + [float(source.mean())], abs=0.006
+    )
 
 
 def test_the_best_model_is_chosen_by_validation_tasks(learned: tuple[Path, dict[str, Any]]) -> None:
-    folder, found = learned
+    folder, actual = learned
     best = json.loads((folder / "checkpoints/best.json").read_text())
-    assert best["step"] == found["step"] and best["metric"] == "eval/validation_of_optimum"
+    assert best["step"] == actual["step"] and best["metric"] == "eval/validation_of_optimum"
 
 
 def test_the_figure_shows_the_best_checkpoint_and_never_step_0() -> None:

@@ -176,8 +176,8 @@ def test_a_config_file_that_expands_without_end_is_rejected_at_once(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad.yaml").write_text(text)
     assert main(["train", "darkroom", "--print_config", "--config", "bad.yaml"]) == 2
-    said = capsys.readouterr().err
-    assert words in said and len(said.splitlines()) == 1
+    stderr = capsys.readouterr().err
+    assert words in stderr and len(stderr.splitlines()) == 1
 
 
 def test_ordinary_yaml_anchors_work(
@@ -186,8 +186,8 @@ def test_ordinary_yaml_anchors_work(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "good.yaml").write_text("seed: &seed 7\r\nenv_split_seed: *seed\r\n")
     assert main(["train", "darkroom", "--print_config", "--config", "good.yaml"]) == 0
-    said = capsys.readouterr().out
-    assert "\nseed: 7  # file\n" in said and "\nenv_split_seed: 7  # file\n" in said
+    stdout = capsys.readouterr().out
+    assert "\nseed: 7  # file\n" in stdout and "\nenv_split_seed: 7  # file\n" in stdout
 
 
 def test_a_fifo_is_rejected_as_a_config_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -89,8 +89,8 @@ class Watching(nn.Module):
             self.contexts.append(cache.whole())
         cache.anew = False
         seen = torch.stack([column for column in cache.whole() if column is not None]).sum((0, 2))
-        wanted = (seen * 7 + cache.whole().cells.shape[1]) % NUM_ACTIONS
-        return 50.0 * nn.functional.one_hot(wanted, NUM_ACTIONS)[:, None].float()
+        target = (seen * 7 + cache.whole().cells.shape[1]) % NUM_ACTIONS
+        return 50.0 * nn.functional.one_hot(target, NUM_ACTIONS)[:, None].float()
 
 
 class Memory:
@@ -136,9 +136,9 @@ def test_the_context_is_right_at_every_step_of_a_rollout(name: str) -> None:
     cells, rewards = played_again(ROOM, TASKS, actions)
     for step, context in enumerate(model.contexts):
         expected = tokens_at(name, step, cells, actions, rewards)
-        for column, found, wanted in zip(Tokens._fields, context, expected, strict=True):
-            assert (found is None) == (wanted is None)
-            assert wanted is None or torch.equal(found, wanted), (step, column)
+        for column, result, target in zip(Tokens._fields, context, expected, strict=True):
+            assert (result is None) == (target is None)
+            assert target is None or torch.equal(result, target), (step, column)
     assert torch.equal(returns[:, :-1], rewards.view(len(TASKS), EPISODES, HORIZON).sum(-1)[:, :-1])
     assert returns.shape == (len(TASKS), EPISODES) and returns.sum() > 0
 
@@ -165,9 +165,9 @@ def test_contexts_of_rollouts_equal_those_of_training(name: str) -> None:
     for number, end in enumerate(ends):
         trained = data.gather(torch.arange(len(TASKS)) * data.per_history + number).tokens
         length = model.contexts[end].cells.shape[1]
-        for found, wanted in zip(model.contexts[end], trained, strict=True):
-            assert (found is None) == (wanted is None)
-            assert found is None or torch.equal(found, wanted[:, :length]), (number, end)
+        for result, target in zip(model.contexts[end], trained, strict=True):
+            assert (result is None) == (target is None)
+            assert result is None or torch.equal(result, target[:, :length]), (number, end)
 
 
 def random_reader(room: Room, separators: bool, context: int, seed: int = 0) -> HistoryTransformer:
@@ -220,9 +220,9 @@ def test_a_rollout_with_a_cache_equals_recomputing_the_context(room_name: str, g
     model = random_reader(room, "regions" in name, 2 * CONTEXTS[name][1] + 2)
     chances = chances_of(len(tasks))
     returns, logits = slowly(model, room, tasks, chances, name, greedy)
-    found = heard(model)
+    result = heard(model)
     played = play(model, room, tasks, chances, context_of(name), greedy=greedy, dtype=torch.float64)
-    torch.testing.assert_close(torch.stack(found), torch.stack(logits), rtol=0, atol=1e-10)
+    torch.testing.assert_close(torch.stack(result), torch.stack(logits), rtol=0, atol=1e-10)
     assert torch.equal(played, returns)
 
 
@@ -245,8 +245,8 @@ def test_actions_are_sampled_with_the_probabilities_of_the_logits() -> None:
     number = 100_000
     chances = (torch.arange(number) + 0.5) / number  # evenly spaced numbers in [0, 1)
     drawn = sample(probabilities.log().expand(number, -1), chances)
-    found = torch.bincount(drawn, minlength=NUM_ACTIONS) / number
-    torch.testing.assert_close(found, probabilities, rtol=0, atol=3 / number)
+    result = torch.bincount(drawn, minlength=NUM_ACTIONS) / number
+    torch.testing.assert_close(result, probabilities, rtol=0, atol=3 / number)
     assert all(a <= b for a, b in pairwise(drawn.tolist())), "one number decides, action by action"
     largest = torch.full((2,), 1 - 2**-24)
     assert sample(torch.tensor([[0.0] * 5, [9.0, -9.0, -9.0, -9.0, -9.0]]), largest).max() <= NUM_ACTIONS - 1

@@ -94,16 +94,16 @@ def test_hand_written_gradients_equal_those_of_autograd(entropy: float) -> None:
         value = (hidden[1] @ weights[6][i] + weights[7][i])[:, 0]
         loss = loss + 0.7 * (value - targets[i]).square().mean() - entropy * policy.entropy().mean()
     expected = torch.autograd.grad(loss, weights)
-    found = learners.gradients(cells, actions, advantages, targets, before)
-    for one, other in zip(found, expected, strict=True):
+    result = learners.gradients(cells, actions, advantages, targets, before)
+    for one, other in zip(result, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
 def test_advantages_stop_at_the_end_of_an_episode_but_not_of_a_rollout() -> None:
     rewards, values = torch.tensor([[1.0, 0.0, 2.0]]), torch.tensor([[0.5, 1.0, 4.0]])
-    found = _advantages(rewards, values, torch.tensor([10.0]), [False, True, False], gamma=0.5, gae_lambda=0.5)
+    result = _advantages(rewards, values, torch.tensor([10.0]), [False, True, False], gamma=0.5, gae_lambda=0.5)
     # step 2: 2 + 0.5 * 10 - 4; step 1 ends an episode: 0 - 1; step 0: 1 + 0.5 * 1 - 0.5 + 0.25 * (-1)
-    torch.testing.assert_close(found, torch.tensor([[0.75, -1.0, 3.0]]))
+    torch.testing.assert_close(result, torch.tensor([[0.75, -1.0, 3.0]]))
 
 
 def test_initial_weights_are_orthogonal_and_policies_nearly_uniform() -> None:

@@ -90,8 +90,8 @@ def test_the_explorer_soon_acts_nearly_optimally(room: Room, soon: int) -> None:
 
 def test_the_explorer_finds_every_goal_including_the_start_cell() -> None:
     room = Darkroom(5, 12)
-    found = returns(run_learners(Explorer, room, torch.arange(25), 4, 12 * 12, seed=1), room)[:, :, -3:]
-    assert (found.float().mean(dim=(1, 2)) >= 0.8 * room.optimum(torch.arange(25))).all()
+    result = returns(run_learners(Explorer, room, torch.arange(25), 4, 12 * 12, seed=1), room)[:, :, -3:]
+    assert (result.float().mean(dim=(1, 2)) >= 0.8 * room.optimum(torch.arange(25))).all()
 
 
 def test_most_steps_of_a_search_visit_a_new_cell() -> None:

@@ -93,10 +93,10 @@ def test_a_window_starts_with_an_episode(length: int) -> None:
     starts = range(0, STEPS - length + 1, HORIZON)
     assert len(windows) == len(TASKS) * STREAMS * len(starts) > 0
     contexts = windows.gather(torch.arange(len(windows)))
-    found = [slots_of(contexts, row) for row in range(len(windows))]
+    result = [slots_of(contexts, row) for row in range(len(windows))]
     expected = [a_window(steps_of(histories, h), s, length) for h in range(len(TASKS) * STREAMS) for s in starts]
-    assert found == expected, "every window once, in order"
-    assert all(slots[0].cell == 4 and slots[0].action_before == NO_ACTION for slots in found), "as when it plays"
+    assert result == expected, "every window once, in order"
+    assert all(slots[0].cell == 4 and slots[0].action_before == NO_ACTION for slots in result), "as when it plays"
 
 
 def test_windows_can_be_gathered_in_any_order() -> None:
@@ -152,10 +152,10 @@ def test_two_regions_equal_a_plain_python_reference(interval: int, skip: int) ->
         history, region = divmod(index, regions)
         steps = steps_of(histories, history)
         expected = two_regions([steps[at] for at in kept], region, interval)
-        found = slots_of(contexts, index)
-        assert found[: len(expected)] == expected
-        assert len(found) == 2 * interval + 2 and (len(expected) == len(found)) == (region > 0)
-        assert all(slot.action is None for slot in found[len(expected) :]), "what is left over is never learned"
+        result = slots_of(contexts, index)
+        assert result[: len(expected)] == expected
+        assert len(result) == 2 * interval + 2 and (len(expected) == len(result)) == (region > 0)
+        assert all(slot.action is None for slot in result[len(expected) :]), "what is left over is never learned"
     assert contexts.learned is not None and (contexts.learned.sum(1) == interval).all(), "the last step too"
 
 

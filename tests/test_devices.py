@@ -118,9 +118,9 @@ def test_min_memory_skips_full_gpus_and_reports_if_none_is_left() -> None:
 
 def test_zero_uses_the_cpu_silently_and_a_missing_gpu_uses_it_with_a_note() -> None:
     assert choose("0", FOUR) == Choice((), 0) == choose("0", [])
-    for request, asked in (("auto", 0), ("all", 0), ("2", 2)):
+    for request, num_requested in (("auto", 0), ("all", 0), ("2", 2)):
         choice = choose(request, [])
-        assert (choice.gpus, choice.requested, len(choice.warnings)) == ((), asked, 1)
+        assert (choice.gpus, choice.requested, len(choice.warnings)) == ((), num_requested, 1)
         assert "no CUDA device" in choice.warnings[0] and "training on the CPU" in choice.warnings[0]
 
 

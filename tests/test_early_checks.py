@@ -76,16 +76,16 @@ class Accurate(Tiny):
         return super().dataset("train")
 
     def loss(self, model, batch, noise):  # type: ignore[no-untyped-def]
-        found = super().loss(model, batch, noise)
-        return Loss(found.total, found.count, {"accuracy": torch.ones(())})
+        result = super().loss(model, batch, noise)
+        return Loss(result.total, result.count, {"accuracy": torch.ones(())})
 
 
 class NowAndThen(Accurate):
     """A recipe with a metric whose own count is 0 in some steps."""
 
     def loss(self, model, batch, noise):  # type: ignore[no-untyped-def]
-        found = super().loss(model, batch, noise)
-        return Loss(found.total, found.count, {"accuracy": (torch.ones(()), float(self.clock.step % 2))})
+        result = super().loss(model, batch, noise)
+        return Loss(result.total, result.count, {"accuracy": (torch.ones(()), float(self.clock.step % 2))})
 
 
 class Unheld(Accurate):

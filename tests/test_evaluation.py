@@ -31,14 +31,14 @@ def name_of(world: int, strategy: str, size: int) -> str:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
-    asked = [
+    run_list = [
         Run(name_of(*place, size), name_of(*place, size), place[0], RUN | {"strategy": place[1], "num_eval": size})
         for size in SIZES
         for place in PLACES
         if size != 12 or place[1] != "fsdp"
     ]
     best = RUN | {"max_steps": 6, "num_eval": 7, "eval_every": 1, "keep_last": 1, "best_metric": "eval/loss"}
-    asked += [
+    run_list += [
         Run("whole batches", "whole batches", 1, RUN | {"num_eval": 7, "eval_batch_size": 7}),
         Run("workers", "workers", 2, RUN | {"num_eval": 7, "num_workers": 2, "strategy": "ddp"}),
         Run("best min", "best min", 2, best | {"strategy": "ddp"}),
@@ -49,7 +49,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
         Run("by loss", "by loss", 1, RUN | {"num_eval": 7}, recipe="SentencesByLoss"),
         Run("by loss on 3", "by loss on 3", 3, RUN | {"num_eval": 7, "strategy": "ddp"}, recipe="SentencesByLoss"),
     ]
-    return many_runs(asked, tmp_path_factory.mktemp("evaluation"))
+    return many_runs(run_list, tmp_path_factory.mktemp("evaluation"))
 
 
 def metrics_of(run: Outcome) -> dict[str, float]:

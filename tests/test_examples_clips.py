@@ -33,8 +33,8 @@ SMALL = ["--num_videos", "4", "--num_epochs", "1"]
 
 def block(kind: str, number: int) -> list[str]:
     """The lines of a code block in the README, without comments."""
-    found = re.findall(rf"^```{kind}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)[number]
-    return [line for line in (each.split("  #")[0].rstrip() for each in found.splitlines()) if line]
+    result = re.findall(rf"^```{kind}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)[number]
+    return [line for line in (each.split("  #")[0].rstrip() for each in result.splitlines()) if line]
 
 
 def typed(line: str, cwd: Path, *more: str) -> Ended:
@@ -53,9 +53,9 @@ def test_the_readme_trains_and_cuts_on_the_built_in_dataset(tmp_path: Path) -> N
     assert ended.code == 0, ended.err
     made = {path.name for path in (tmp_path / "clips/eval_0000").iterdir()}
     assert {"clips.json", "page.html"} < made and len(made) == 4
-    found = json.loads((tmp_path / "clips/eval_0000/clips.json").read_text())
-    assert len(found["scores"]) == 30 and all(2 <= clip["end"] - clip["start"] <= 4 for clip in found["clips"])
-    assert all(abs(clip["file_start"] - clip["start"]) < 0.3 for clip in found["clips"])  # not at a key frame before
+    result = json.loads((tmp_path / "clips/eval_0000/clips.json").read_text())
+    assert len(result["scores"]) == 30 and all(2 <= clip["end"] - clip["start"] <= 4 for clip in result["clips"])
+    assert all(abs(clip["file_start"] - clip["start"]) < 0.3 for clip in result["clips"])  # not at a key frame before
 
 
 def test_the_pages_state_how_long_the_built_in_dataset_takes() -> None:
@@ -72,11 +72,11 @@ def test_the_page_names_the_defaults_of_the_built_in_set_and_those_of_other_vide
         .split(". `--print_config`")[0]
         .split("For your own videos the defaults are")
     )
-    told = dict(re.findall(r"`(\w+) (\S+)`", own))
-    assert told and {name: str(value) for name, value in MIRROR_PRESETS.items() if name in told} == {
-        name: str(float(value)) if name == "learning_rate" else value for name, value in told.items()
+    reported = dict(re.findall(r"`(\w+) (\S+)`", own))
+    assert reported and {name: str(value) for name, value in MIRROR_PRESETS.items() if name in reported} == {
+        name: str(float(value)) if name == "learning_rate" else value for name, value in reported.items()
     }
-    usual = [str(Clips.defaults.get(name, "constant")) for name in told]
+    usual = [str(Clips.defaults.get(name, "constant")) for name in reported]
     assert [
         str(float(each)) if "e" in each else each for each in re.findall(r"[\w.-]+", others) if each != "and"
     ] == usual
@@ -92,8 +92,8 @@ def test_the_noise_table_matches_its_results_and_no_row_has_failed() -> None:
         benchmark = import_module("clips")
         table = benchmark.harder_table(json.loads(results.with_suffix(".json").read_text()))
     assert "\n".join(table) + "\n" == results.with_suffix(".md").read_text()
-    told = [row.split(" | ")[0] for row in table[-len(benchmark.HARDER) :]]
-    assert told == [f"| {noise:g}" for noise in benchmark.HARDER] and "FAILED" not in "".join(table)
+    reported = [row.split(" | ")[0] for row in table[-len(benchmark.HARDER) :]]
+    assert reported == [f"| {noise:g}" for noise in benchmark.HARDER] and "FAILED" not in "".join(table)
 
 
 @pytest.fixture(scope="module")
@@ -168,8 +168,8 @@ def test_the_document_names_every_field_of_the_config() -> None:
     rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| (.*?) \|", page, re.MULTILINE)
     named = {name for names, _ in rows for name in re.findall(r"`(\w+)`", names)}
     assert named | {"strategy"} == {field.name for field in fields(MultiGPUConfig)}
-    told = {names: defaults for names, defaults in rows}
-    assert told["`batch_size`, `global_batch_size`, `gradient_accumulation_steps`"] == "32, –, 1"
+    settings = {names: defaults for names, defaults in rows}
+    assert settings["`batch_size`, `global_batch_size`, `gradient_accumulation_steps`"] == "32, –, 1"
 
 
 # --- the original document, which uses the names of `multi_gpu_training`

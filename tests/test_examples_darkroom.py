@@ -217,15 +217,15 @@ def command(*words: object, cwd: Path, **more: str) -> Ended:
 
 def settings_of(ended: Ended) -> dict[str, Any]:
     assert ended.code == 0, ended.err
-    found = yaml.safe_load(ended.out)
-    assert isinstance(found, dict)
-    return found
+    output = yaml.safe_load(ended.out)
+    assert isinstance(output, dict)
+    return output
 
 
 def test_train_py_reads_its_files_and_flags_win(example: Path) -> None:
-    found = settings_of(command(*PYTHON, "train.py", "--print_config", "--train_timesteps", 7, cwd=example))
-    assert (found["max_steps"], found["batch_size"], found["source"]) == (7, 512, "explorer")
-    assert (found["gpus"], found["use_compressed_context"]) == ("1", True)
+    result = settings_of(command(*PYTHON, "train.py", "--print_config", "--train_timesteps", 7, cwd=example))
+    assert (result["max_steps"], result["batch_size"], result["source"]) == (7, 512, "explorer")
+    assert (result["gpus"], result["use_compressed_context"]) == ("1", True)
 
 
 def test_an_edit_of_the_model_file_takes_effect(example: Path) -> None:
@@ -233,17 +233,17 @@ def test_an_edit_of_the_model_file_takes_effect(example: Path) -> None:
     before = file.read_text()
     file.write_text(before.replace("mixed_precision: 'no'", "mixed_precision: 'fp16'").replace(": 512", ": 128"))
     try:
-        found = settings_of(command(*PYTHON, "train.py", "--print_config", cwd=example))
+        result = settings_of(command(*PYTHON, "train.py", "--print_config", cwd=example))
     finally:
         file.write_text(before)
-    assert (found["mixed_precision"], found["batch_size"]) == ("fp16", 128)
+    assert (result["mixed_precision"], result["batch_size"]) == ("fp16", 128)
 
 
 def test_train_py_accepts_more_files_and_works_from_another_folder(example: Path, tmp_path: Path) -> None:
     files = [f"--config={example / 'config' / name}" for name in ("algorithm/ppo_darkroom.yaml", "model/ad_dr.yaml")]
-    found = settings_of(command(*PYTHON, example / "train.py", *files, "--print_config", "--gpus=all", cwd=tmp_path))
-    assert (found["source"], found["source_batch_size"], found["batch_size"]) == ("ppo", 40, 512)
-    assert (found["use_compressed_context"], found["gpus"]) == (False, "all")
+    result = settings_of(command(*PYTHON, example / "train.py", *files, "--print_config", "--gpus=all", cwd=tmp_path))
+    assert (result["source"], result["source_batch_size"], result["batch_size"]) == ("ppo", 40, 512)
+    assert (result["use_compressed_context"], result["gpus"]) == (False, "all")
 
 
 @pytest.mark.parametrize("script", ["train_multi_gpu.sh", "launch_multi_gpu.sh", "multi_gpu_train.slurm"])
@@ -292,7 +292,7 @@ def test_a_command_of_the_guide_trains_and_prints_the_summary(name: str, example
     folder = f"runs/{name.replace(' ', '-')}"
     ended = command(*words, *TINY, "--output_dir", folder, cwd=example, SLURM_JOB_ID="7")
     assert ended.code == 0, ended.err
-    said = ended.out + ended.err
+    output = ended.out + ended.err
     for line in (
         f"Number of processes: {processes}",
         f"Distributed type: {'none (one process)' if processes == 1 else 'data parallel (ddp) on CPUs'}",
@@ -300,7 +300,7 @@ def test_a_command_of_the_guide_trains_and_prints_the_summary(name: str, example
         "Gradient accumulation steps: 1",
         "Main process device: cpu",
     ):
-        assert said.count(line) == 1, said
+        assert output.count(line) == 1, output
     record = json.loads((example / folder / "run.json").read_text())
     assert (record["config"]["max_steps"], record["starts"][0]["world"]) == (2, processes)
     assert [line["step"] for line in lines(example / folder) if "loss" in line] == [1, 2]

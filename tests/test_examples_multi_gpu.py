@@ -48,16 +48,16 @@ def test_each_of_the_seven_examples_runs(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert examples.main([number]) == 0
-    said = capfd.readouterr().out
-    value = float(re.findall(r"^   (\S+)$", said, re.MULTILINE)[-1])
+    stdout = capfd.readouterr().out
+    value = float(re.findall(r"^   (\S+)$", stdout, re.MULTILINE)[-1])
     if number == "6":  # the best checkpoint, loaded again, has the same loss
         assert value < 1e-6
     else:
         assert 0 < value < 3
-    losses = [float(each) for each in re.findall(r"(?:loss|->) (\d\.\d\d)", said)]
+    losses = [float(each) for each in re.findall(r"(?:loss|->) (\d\.\d\d)", stdout)]
     assert number == "4" or (losses[0] > 0.9 and losses[-1] < 0.7 * losses[0])  # something was learned
     if number == "7":
-        assert "out of memory 1 time(s)" in said
+        assert "out of memory 1 time(s)" in stdout
     assert not list(tmp_path.iterdir())
 
 
@@ -74,11 +74,11 @@ def test_the_code_blocks_of_the_guide_run_as_written(
 
 
 def test_an_example_prints_the_same_loss_each_time(examples: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    said = []
+    output = []
     for _ in range(2):
         assert examples.main(["3"]) == 0
-        said.append(capsys.readouterr().out)
-    assert said[0] == said[1]
+        output.append(capsys.readouterr().out)
+    assert output[0] == output[1]
 
 
 def test_an_unknown_example_is_reported(examples: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
@@ -105,8 +105,8 @@ def test_interactive_setup_writes_a_config_file_and_prints_a_command_that_trains
     assert command[0] == "python" and command[2:] == ["--config", "mine.yaml", "--epochs", "2"]
     answer(monkeypatch, "0", "", "32", "", "", "", "", "mine.yaml", "no/folder.yaml", "other.yaml")
     assert quick_start.main(["--interactive"]) == 0
-    said = capsys.readouterr().out
-    assert "mine.yaml already exists" in said and "no/folder.yaml cannot be written" in said
+    stdout = capsys.readouterr().out
+    assert "mine.yaml already exists" in stdout and "no/folder.yaml cannot be written" in stdout
     assert MultiGPUConfig.from_file(tmp_path / "other.yaml").batch_size == 32
     assert yaml.safe_load((tmp_path / "mine.yaml").read_text())["batch_size"] == 64
     ended = end(start([EXAMPLES / command[1], *command[2:]], cwd=tmp_path))
@@ -171,8 +171,8 @@ def test_the_benchmark_compares_several_devices_with_one(
 
 def test_check_reports_the_installation(quick_start: ModuleType, capfd: pytest.CaptureFixture[str]) -> None:
     code = quick_start.main(["--check"])
-    said = capfd.readouterr().out
-    assert code in (0, 1) and "torch" in said and "GPU" in said.splitlines()[-1]
+    stdout = capfd.readouterr().out
+    assert code in (0, 1) and "torch" in stdout and "GPU" in stdout.splitlines()[-1]
 
 
 def test_a_missing_config_file_is_one_line(quick_start: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
@@ -183,5 +183,5 @@ def test_a_missing_config_file_is_one_line(quick_start: ModuleType, capsys: pyte
 @pytest.mark.slow
 def test_ten_epochs_learn_the_directions(tmp_path: Path) -> None:
     ended = end(start([EXAMPLES / "quick_start_multi_gpu.py", "--epochs", "10"], cwd=tmp_path), 240)
-    found = re.search(r"(\d+)% of 128 unseen clips", ended.out)
-    assert found is not None and int(found[1]) >= 95, ended.out + ended.err
+    output = re.search(r"(\d+)% of 128 unseen clips", ended.out)
+    assert output is not None and int(output[1]) >= 95, ended.out + ended.err

@@ -69,7 +69,7 @@ def test_the_usage_examples_run_as_written_and_two_processes_train_like_one(
     two = end(start([*TORCHRUN, EXAMPLES / "multi_gpu_training.py"], cwd=tmp_path / "two"))
     assert two.code == 0, two.err
     assert "effective batch 8 on 2 device(s)" in two.out
-    losses = [re.findall(r"validation loss ([\d.]+)", said)[0] for said in (one.out, two.out)]
+    losses = [re.findall(r"validation loss ([\d.]+)", output)[0] for output in (one.out, two.out)]
     assert abs(float(losses[0]) - float(losses[1])) < 2e-4
 
 
@@ -90,8 +90,8 @@ def test_the_check_script_passes_on_one_process(
     checks = scripts["test_multi_gpu_training"]
     monkeypatch.setattr(checks, "GPUS", 0)
     assert checks.main() == 0
-    said = capsys.readouterr().out
-    assert said.count(": PASS") == 8 and said.count(": SKIP") == 2
+    stdout = capsys.readouterr().out
+    assert stdout.count(": PASS") == 8 and stdout.count(": SKIP") == 2
 
 
 def test_the_check_script_reports_what_fails(
@@ -115,8 +115,8 @@ def test_train_py_trains_the_recipe_on_the_pages(tmp_path: Path) -> None:
     ended = end(start([EXAMPLES / "train.py", *words], cwd=tmp_path))
     assert ended.code == 0, ended.err
     assert [line["step"] for line in lines(tmp_path / "run")][-1] == 2
-    asked = end(start([EXAMPLES / "train.py", "--task", "score", "--print_config"], cwd=tmp_path))
-    assert asked.code == 0 and "pages.csv" in asked.out and "model_name: tiny" in asked.out, asked.err
+    result = end(start([EXAMPLES / "train.py", "--task", "score", "--print_config"], cwd=tmp_path))
+    assert result.code == 0 and "pages.csv" in result.out and "model_name: tiny" in result.out, result.err
     other = end(
         start([EXAMPLES / "train.py", "--task", "rank", "--output_dir", "score", "--print_config"], cwd=tmp_path)
     )

@@ -101,8 +101,8 @@ def test_an_export_overwrites_nothing(run: Path, tmp_path: Path) -> None:
     ],
 )
 def test_a_failed_export_is_explained_in_one_line(run: Path, tmp_path: Path, words: list[str], said: str) -> None:
-    given = [str(run) if word == "RUN" else word for word in words]
-    done = unisono("export", given[0], "out", *given[1:], cwd=tmp_path)
+    arguments = [str(run) if word == "RUN" else word for word in words]
+    done = unisono("export", arguments[0], "out", *arguments[1:], cwd=tmp_path)
     assert done.code == 2 and said in done.err and len(done.err.splitlines()) == 1
     assert not (tmp_path / "out").exists()
 

@@ -59,8 +59,8 @@ MIB = 2**20
 
 def test_on_the_cpu_freed_memory_is_retained_during_a_run_and_returned_afterwards() -> None:
     ended = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, env=environment(), check=True)
-    told = [[int(word) / MIB for word in line.split()] for line in ended.stdout.splitlines()]
-    before, [first, *_, last], [large], [after], tensors = told
+    reported = [[int(word) / MIB for word in line.split()] for line in ended.stdout.splitlines()]
+    before, [first, *_, last], [large], [after], tensors = reported
     assert max(before) < 64 and after < 32
     assert 240 < first <= last < 1.1 * first  # freed memory is reused
     assert large < 1.1 * last  # the largest blocks still come from the system

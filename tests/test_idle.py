@@ -13,12 +13,12 @@ from unisono.observe.gpu_idle import STEPS, GpuIdleDetector
 
 def advice_after(waited: float, data: float = 0.0, intervals: int = 2, **options: Any) -> list[str]:
     """The advice after several intervals in which the GPU waited in a fraction of the steps."""
-    idle, found = GpuIdleDetector(**{"can_use_cuda_graph": True, **options}), []
+    idle, result = GpuIdleDetector(**{"can_use_cuda_graph": True, **options}), []
     for _ in range(intervals):
         for number in range(STEPS):
             idle.step(waited=number < waited * STEPS)
-        found.append(idle.advice(10.0, 10.0 * data))
-    return [text for text in found if text is not None]
+        result.append(idle.advice(10.0, 10.0 * data))
+    return [text for text in result if text is not None]
 
 
 def test_the_advice_is_given_once_and_names_the_remedy() -> None:
@@ -36,12 +36,12 @@ def test_no_advice_is_given_for(never: dict[str, Any]) -> None:
 
 
 def test_no_advice_before_enough_steps() -> None:
-    idle, found = GpuIdleDetector(can_use_cuda_graph=True), []
+    idle, result = GpuIdleDetector(can_use_cuda_graph=True), []
     for number in range(STEPS):
         idle.step(waited=True)
         if number % 10 == 9:
-            found.append(idle.advice(10.0, 0.0))
-    assert found[:-1] == [None] * (len(found) - 1) and found[-1] is not None
+            result.append(idle.advice(10.0, 0.0))
+    assert result[:-1] == [None] * (len(result) - 1) and result[-1] is not None
 
 
 class Event:

@@ -24,15 +24,15 @@ FROZEN = {"embedding.weight", "blocks.0.up.weight", "blocks.0.up.bias"}
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     root: Path = tmp_path_factory.mktemp("elsewhere")
-    asked = [
+    run_list = [
         Run(name, name, world, SETTINGS | {"dtype": "float64"} | settings, recipe="SentencesFromElsewhere")
         for name, (world, settings) in VARIANTS.items()
     ]
     longer = SETTINGS | {"dtype": "float64", "max_steps": 9}
-    asked.append(Run("straight on", "straight on", 1, longer, recipe="SentencesFromElsewhere"))
+    run_list.append(Run("straight on", "straight on", 1, longer, recipe="SentencesFromElsewhere"))
     fsdp = longer | {"strategy": "fsdp"}
-    asked.append(Run("then 3 ranks", "2 ranks fsdp", 3, fsdp, recipe="SentencesFromElsewhere"))
-    asked.append(
+    run_list.append(Run("then 3 ranks", "2 ranks fsdp", 3, fsdp, recipe="SentencesFromElsewhere"))
+    run_list.append(
         Run(
             "16 bit",
             "16 bit",
@@ -42,10 +42,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
         )
     )
     short = SETTINGS | {"dtype": "float64", "max_steps": 3}
-    asked.append(Run("tied here", "tied here", 1, short, recipe="TiedHere"))
+    run_list.append(Run("tied here", "tied here", 1, short, recipe="TiedHere"))
     for name, world in TIED.items():
-        asked.append(Run(f"tied {name}", f"tied {name}", world, short | {"strategy": name}, recipe="TiedFromElsewhere"))
-    return many_runs(asked, root)
+        run_list.append(
+            Run(f"tied {name}", f"tied {name}", world, short | {"strategy": name}, recipe="TiedFromElsewhere")
+        )
+    return many_runs(run_list, root)
 
 
 @pytest.mark.parametrize("name", [name for name in VARIANTS if name != "one device"])

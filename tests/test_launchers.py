@@ -29,9 +29,9 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     place = tmp_path_factory.mktemp("one_rank")
     ended = end(start([*TRAIN, *EXACT], cwd=place))
     assert ended.code == 0, ended.err
-    found = losses(place / "run")
-    assert len(found) == STEPS
-    return found
+    values = losses(place / "run")
+    assert len(values) == STEPS
+    return values
 
 
 def is_the_same_run(ended: Ended, folder: Path, launcher: str, world: int, expected: list[float]) -> None:
@@ -158,9 +158,9 @@ def test_accelerate_passes_its_mixed_precision_even_to_a_single_process(
     options = ["--cpu", "--num_processes", 2, "--mixed_precision", "bf16"]
     ended = end(start([*ACCELERATE, *options, *TRAIN], cwd=tmp_path, HF_HOME=str(tmp_path)))
     assert ended.code == 0, ended.err
-    said = " ".join(ended.err.split())
-    assert "precision bf16 (mixed)" in said
-    assert "plain: started by accelerate launch" in said and "set no RANK" in said and "use --nproc" in said
+    output = " ".join(ended.err.split())
+    assert "precision bf16 (mixed)" in output
+    assert "plain: started by accelerate launch" in output and "set no RANK" in output and "use --nproc" in output
     record = json.loads((tmp_path / "run/run.json").read_text())
     assert (record["config"]["mixed_precision"], record["sources"]["mixed_precision"]) == ("bf16", "launcher")
     assert record["starts"][0]["world"] == 1 and len(losses(tmp_path / "run")) == STEPS

@@ -32,9 +32,9 @@ def read(where: Cursor, workers: int = 0, seed: int = 0) -> list[tuple[list[int]
     """(positions, items) of every micro-batch; an item is its id, its tokens and its random numbers."""
     data = SentenceData(15, augment=True)
     loader = Loader(data, _plain, Order(15, seed), where, DataSettings(num_workers=workers), pin=False)
-    found = [(list(micro.chunk.positions), micro.data) for micro in loader]
+    result = [(list(micro.chunk.positions), micro.data) for micro in loader]
     loader.close()
-    return found
+    return result
 
 
 def _plain(items: list[dict[str, Any]]) -> list[list[float]]:
@@ -142,12 +142,12 @@ class Page:
 def test_a_nested_batch_is_moved_to_the_device() -> None:
     x, i = torch.ones(2), torch.arange(2)
     batch = {"list": [x, i], "pair": Pair(x, "text"), "page": Page(x, 3), "tuple": (i, None), "plain": 1.5}
-    found = to_device(batch, torch.device("meta"), torch.float64)
-    assert found["list"][0].device.type == found["tuple"][0].device.type == "meta"
-    assert found["list"][0].dtype == found["pair"].a.dtype == found["page"].words.dtype == torch.float64
-    assert found["list"][1].dtype == torch.int64
-    assert isinstance(found["pair"], Pair) and found["pair"].b == "text"
-    assert found["page"].number == 3 and found["tuple"][1] is None and found["plain"] == 1.5
+    result = to_device(batch, torch.device("meta"), torch.float64)
+    assert result["list"][0].device.type == result["tuple"][0].device.type == "meta"
+    assert result["list"][0].dtype == result["pair"].a.dtype == result["page"].words.dtype == torch.float64
+    assert result["list"][1].dtype == torch.int64
+    assert isinstance(result["pair"], Pair) and result["pair"].b == "text"
+    assert result["page"].number == 3 and result["tuple"][1] is None and result["plain"] == 1.5
     assert to_device(x, torch.device("cpu")).dtype == torch.float32
 
 

@@ -120,10 +120,10 @@ def make(settings: MultiGPUConfig, **more: Any) -> Any:
 
 
 def losses(trainer: Any, epochs: int, first: int = 0) -> list[float]:
-    found: list[float] = []
+    actual: list[float] = []
     for epoch in range(first, first + epochs):
-        found += [trainer.train_epoch(epoch)["train_loss"], trainer.validate(epoch)["val_loss"]]
-    return found
+        actual += [trainer.train_epoch(epoch)["train_loss"], trainer.validate(epoch)["val_loss"]]
+    return actual
 
 
 def by_hand(epochs: int) -> list[float]:
@@ -131,7 +131,7 @@ def by_hand(epochs: int) -> list[float]:
     model = create_model().double()
     (x, y), (vx, vy) = (data.tensors for data in create_datasets())  # type: ignore[attr-defined]
     optimizer = sgd(model.parameters())
-    found = []
+    actual = []
     for epoch in range(epochs):
         order, total = Order(NUM, seed=0), 0.0
         indices = [order[epoch * NUM + offset] for offset in range(NUM)]
@@ -144,8 +144,8 @@ def by_hand(epochs: int) -> list[float]:
             total += loss.item() * len(batch)
         for group in optimizer.param_groups:
             group["lr"] *= 0.5
-        found += [total / NUM, nn.functional.cross_entropy(model(vx.double()), vy).item()]
-    return found
+        actual += [total / NUM, nn.functional.cross_entropy(model(vx.double()), vy).item()]
+    return actual
 
 
 # --- one device
@@ -255,11 +255,11 @@ WEIGHTS = torch.tensor([1.0, 3.0])
 )
 def test_a_mean_over_micro_batches_is_the_mean_over_the_batch(loss_fn: Any) -> None:
     loss_fn = copy.deepcopy(loss_fn).double() if isinstance(loss_fn, nn.Module) else loss_fn
-    found = []
+    actual = []
     for size in (BATCH, 1):
         with make(config(batch_size=size), loss_fn=loss_fn) as trainer:
-            found.append(losses(trainer, 2))
-    assert found[0] == pytest.approx(found[1], abs=1e-12)
+            actual.append(losses(trainer, 2))
+    assert actual[0] == pytest.approx(actual[1], abs=1e-12)
 
 
 def test_the_reported_loss_is_torchs_mean_over_weighted_targets() -> None:
@@ -308,8 +308,8 @@ def test_a_model_in_16_bit_is_trained_in_32_bit_with_a_note(
     plain = config(settings={"tensorboard": False})
     with MultiGPUTrainingManager(plain).create_trainer(create_model().to(dtype), *create_datasets()) as trainer:
         trainer.train_epoch(0)
-    told = capfd.readouterr().err
-    assert f"the weights are {str(dtype)[6:]}; they are trained as float32" in told and "mixed_precision=" in told
+    stderr = capfd.readouterr().err
+    assert f"the weights are {str(dtype)[6:]}; they are trained as float32" in stderr and "mixed_precision=" in stderr
 
 
 @pytest.mark.parametrize(("shuffle", "workers"), [(False, 0), (True, 0), (True, 1)])
@@ -362,7 +362,7 @@ def test_a_smaller_batch_size_in_the_config_takes_effect_and_the_run_stays_the_s
         rest = [trainer.train_epoch(1)["train_loss"]]
         assert max(seen) == BATCH // 2
         rest += [trainer.validate(1)["val_loss"]]
-        told = capfd.readouterr().err
+        stderr = capfd.readouterr().err
     assert first + rest == pytest.approx(by_hand(2), abs=1e-12)
     other = config()
     trainer = MultiGPUTrainingManager(other).create_trainer(create_model(), *create_datasets(), batch_size=BATCH)
@@ -371,8 +371,8 @@ def test_a_smaller_batch_size_in_the_config_takes_effect_and_the_run_stays_the_s
         other.batch_size = 2
         trainer.train_epoch(1)
     assert "batch_size changed from 32 to 2: from now on a micro-batch has at most 2 samples" in capfd.readouterr().err
-    assert "batch_size changed from 6 to 3: from now on a micro-batch has at most 3 samples" in told
-    assert "effective batch stays 6" in told
+    assert "batch_size changed from 6 to 3: from now on a micro-batch has at most 3 samples" in stderr
+    assert "effective batch stays 6" in stderr
 
 
 def test_batches_can_be_dicts_and_models_can_return_their_own_loss() -> None:
@@ -540,18 +540,20 @@ def test_progress_covers_the_whole_run_if_its_length_is_known(capfd: pytest.Capt
     with make(config(settings={**EXACT, "log_every": 1})) as trainer:
         trainer.train(3, save_path=None)
         err = capfd.readouterr().err
-    told = [(int(step), int(total)) for step, total in re.findall(r"^step (\d+)/(\d+) ", err, re.MULTILINE)]
-    assert told == [(n, 3 * steps) for n in range(1, 3 * steps + 1)] and "in this epoch" not in err
+    reported = [(int(step), int(total)) for step, total in re.findall(r"^step (\d+)/(\d+) ", err, re.MULTILINE)]
+    assert reported == [(n, 3 * steps) for n in range(1, 3 * steps + 1)] and "in this epoch" not in err
     with make(config(settings={**EXACT, "log_every": 1})) as trainer:
         trainer.train_epoch(0)
-        told = capfd.readouterr().err
-        assert f"step {steps}/{steps}" in told and " left in this epoch" in told, "a loop of one's own may go on"
+        reported = capfd.readouterr().err
+        assert f"step {steps}/{steps}" in reported and " left in this epoch" in reported, (
+            "a loop of one's own may go on"
+        )
 
 
 def test_the_banner_shows_the_steps_of_an_epoch(capsys: pytest.CaptureFixture[str]) -> None:
     with make(config()):
-        said = " ".join("".join(capsys.readouterr()).split())
-    assert f"steps {-(-NUM // BATCH)} in an epoch" in said
+        printed = " ".join("".join(capsys.readouterr()).split())
+    assert f"steps {-(-NUM // BATCH)} in an epoch" in printed
 
 
 def test_attention_avoids_cudnn_with_a_custom_collate_function() -> None:
@@ -625,15 +627,15 @@ def test_the_best_of_an_earlier_start_stays_the_best(capfd: pytest.CaptureFixtur
     """The loop of the guide after a restart: its best loss is infinite again, and all weights are newer."""
 
     def loop(epochs: int, place: str = "best_model.pth") -> list[float]:
-        found, best = [], float("inf")
+        actual, best = [], float("inf")
         with make(config(output_dir="run"), optimizer=growing) as trainer:
             for epoch in range(epochs):
                 trainer.train_epoch(epoch)
-                found.append(trainer.validate(epoch)["val_loss"])
-                if found[-1] < best:
-                    best = found[-1]
+                actual.append(trainer.validate(epoch)["val_loss"])
+                if actual[-1] < best:
+                    best = actual[-1]
                     trainer.save_checkpoint(epoch, place)
-        return found
+        return actual
 
     first = loop(3)
     assert first[0] == min(first), "it gets worse, or this tests nothing"
@@ -673,8 +675,8 @@ def test_a_checkpoint_returns_the_last_completed_epoch_or_the_saved_number() -> 
         trainer.save_checkpoint(30, "as I count.pth")
     steps = sorted(Path("run/checkpoints").glob("step_*"))
     with make(config()) as trainer:
-        found = [trainer.load_checkpoint(path) for path in ("first.pth", "run", steps[0], steps[1], "as I count.pth")]
-    assert found == [0, 2, 0, 1, 30]
+        actual = [trainer.load_checkpoint(path) for path in ("first.pth", "run", steps[0], steps[1], "as I count.pth")]
+    assert actual == [0, 2, 0, 1, 30]
 
 
 def test_an_epoch_that_is_trained_again_is_reported(capfd: pytest.CaptureFixture[str]) -> None:
@@ -826,8 +828,8 @@ def test_names_from_other_libraries_and_from_the_engine_get_a_suggestion(fields:
 
 
 def test_strategies_have_the_names_of_the_command_line() -> None:
-    found = [MultiGPUConfig(strategy=name).strategy for name in ("dp", "ddp", "DistributedDataParallel", "fsdp")]
-    assert found == ["dataparallel", "distributed", "distributed", "sharded"]
+    actual = [MultiGPUConfig(strategy=name).strategy for name in ("dp", "ddp", "DistributedDataParallel", "fsdp")]
+    assert actual == ["dataparallel", "distributed", "distributed", "sharded"]
 
 
 @pytest.mark.parametrize(
@@ -877,8 +879,8 @@ def test_an_unknown_field_suggests_the_nearest() -> None:
 
 
 def test_every_field_of_the_original_module_exists_with_its_default() -> None:
-    found = MultiGPUConfig()
-    assert {name: getattr(found, name) for name in KNOWN} == KNOWN
+    actual = MultiGPUConfig()
+    assert {name: getattr(actual, name) for name in KNOWN} == KNOWN
 
 
 @pytest.mark.parametrize(
@@ -1016,9 +1018,9 @@ def test_the_banner_explains_missing_devices_and_the_chosen_strategy(
     settings = config(strategy="dataparallel", num_gpus=4, global_batch_size=None)
     with DataParallelTrainer(create_model(), settings, DataLoader(train, batch_size=BATCH)) as trainer:
         assert trainer.get_performance_stats()["global_batch_size"] == BATCH
-    said = "".join(capsys.readouterr())
-    assert "single (dp on one device is single)" in said and "as requested" not in said
-    assert f"only the CPU; a step still takes {BATCH} samples" in said and "accumulation keeps" not in said
+    printed = "".join(capsys.readouterr())
+    assert "single (dp on one device is single)" in printed and "as requested" not in printed
+    assert f"only the CPU; a step still takes {BATCH} samples" in printed and "accumulation keeps" not in printed
     with make(settings):
         assert "only the CPU; accumulation keeps the effective batch" in "".join(capsys.readouterr())
 
@@ -1042,21 +1044,23 @@ def test_the_batch_size_that_fits_is_measured(monkeypatch: pytest.MonkeyPatch) -
 def test_a_benchmark_leaves_the_model_and_the_folder_alone() -> None:
     model, (data, _) = create_model(), create_datasets()
     before = copy.deepcopy(model.state_dict())
-    found = benchmark_multi_gpu_performance(model, data, config(batch_size=4), steps=3, warmup_steps=1)
-    assert found["samples"] == 3 * BATCH
-    assert found["samples_per_second"] == pytest.approx(3 * BATCH / found["training_time"])
-    assert found["gpu_utilization"]["gpu_info"]["count"] == 0 and found["memory"]["cpu"]["max_allocated"] > 0
-    assert found["single_device"]["samples_per_second"] > 0 and found["speedup"] == 1.0
+    measurement = benchmark_multi_gpu_performance(model, data, config(batch_size=4), steps=3, warmup_steps=1)
+    assert measurement["samples"] == 3 * BATCH
+    assert measurement["samples_per_second"] == pytest.approx(3 * BATCH / measurement["training_time"])
+    assert (
+        measurement["gpu_utilization"]["gpu_info"]["count"] == 0 and measurement["memory"]["cpu"]["max_allocated"] > 0
+    )
+    assert measurement["single_device"]["samples_per_second"] > 0 and measurement["speedup"] == 1.0
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert not list(Path.cwd().iterdir())
 
 
 def test_a_benchmark_of_one_process_reports_that_it_measures_one_device(capsys: pytest.CaptureFixture[str]) -> None:
     model, (data, _) = create_model(), create_datasets()
-    found = benchmark_multi_gpu_performance(model, data, config(world_size=2), steps=2, warmup_steps=1)
-    assert found["num_devices"] == 1 and found["devices_asked_for"] == 2
-    told = capsys.readouterr().err
-    assert "world_size is 2" in told and "one device" in told and "torchrun --nproc_per_node=2" in told
+    measurement = benchmark_multi_gpu_performance(model, data, config(world_size=2), steps=2, warmup_steps=1)
+    assert measurement["num_devices"] == 1 and measurement["devices_asked_for"] == 2
+    stderr = capsys.readouterr().err
+    assert "world_size is 2" in stderr and "one device" in stderr and "torchrun --nproc_per_node=2" in stderr
 
 
 # --- two real ranks
@@ -1066,19 +1070,19 @@ def everything_on_two_ranks(folder: str, port: int) -> dict[str, Any]:
     """Runs in each rank: first without a launcher, then with a launcher's variables."""
     os.chdir(folder)
     rank = int(os.environ["RANK"])
-    told = {
+    values = {
         name: os.environ.pop(name) for name in list(os.environ) if name.startswith(("RANK", "WORLD", "TORCHELASTIC"))
     }
-    found: dict[str, Any] = {}
+    actual: dict[str, Any] = {}
     setup_distributed_training(rank, 2, "127.0.0.1", port)
-    found["group"] = torch.distributed.get_world_size()
+    actual["group"] = torch.distributed.get_world_size()
     result = launch_distributed_training(
         rank, 2, create_model, create_datasets, config(), epochs=2, optimizer=sgd, scheduler=halving, save_path="hand"
     )
-    found["by hand"] = [row[name] for row in result["history"] for name in ("train_loss", "val_loss")]
+    actual["by hand"] = [row[name] for row in result["history"] for name in ("train_loss", "val_loss")]
     cleanup_distributed_training()
-    found["clean"] = "RANK" not in os.environ and not torch.distributed.is_initialized()
-    os.environ.update(told)
+    actual["clean"] = "RANK" not in os.environ and not torch.distributed.is_initialized()
+    os.environ.update(values)
     torch.manual_seed(rank)  # each rank starts with different weights
     model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
     if rank == 0:
@@ -1086,15 +1090,15 @@ def everything_on_two_ranks(folder: str, port: int) -> dict[str, Any]:
     trainer: Any = DistributedDataParallelTrainer(
         model, config(), *create_datasets(), batch_size=3, optimizer=sgd, scheduler=halving
     )
-    found["distributed"] = losses(trainer, 3)
-    found["epoch"] = trainer.train_epoch(3) and trainer.load_checkpoint("one_device.pth")
-    found["taken up"] = losses(trainer, 1, first=1)
+    actual["distributed"] = losses(trainer, 3)
+    actual["epoch"] = trainer.train_epoch(3) and trainer.load_checkpoint("one_device.pth")
+    actual["taken up"] = losses(trainer, 1, first=1)
     stats = trainer.get_performance_stats()
-    found["stats"] = [stats["strategy"], stats["world_size"], stats["num_devices"]]
+    actual["stats"] = [stats["strategy"], stats["world_size"], stats["num_devices"]]
     try:
         trainer.save_checkpoint(0, "a_file.pth")
     except UserError as error:
-        found["refused"] = str(error)
+        actual["refused"] = str(error)
     trainer.close()
     tiny = {"bucket_cap_mb": 0.001, "gradient_as_bucket_view": True}
     for name, fields in {"sharded": {"strategy": "sharded"}, "auto": tiny, "static": {"static_graph": True}}.items():
@@ -1102,14 +1106,14 @@ def everything_on_two_ranks(folder: str, port: int) -> dict[str, Any]:
         optimizer = sgd(model.parameters())
         more = {"optimizer": optimizer, "scheduler": halving(optimizer)}
         with MultiGPUTrainingManager(config(**fields)).create_trainer(model, *create_datasets(), **more) as trainer:
-            found[name] = losses(trainer, 3)
-            found[f"{name} strategy"] = trainer.strategy
+            actual[name] = losses(trainer, 3)
+            actual[f"{name} strategy"] = trainer.strategy
             if name == "sharded":
                 trainer.save_checkpoint(2, "sharded.pth")
     measured = benchmark_multi_gpu_performance(create_model(), create_datasets()[0], config(), steps=2, warmup_steps=1)
-    found["devices"] = [measured["num_devices"], measured["single_device"]["num_devices"]]
-    found["speeds"] = [measured["samples_per_second"], measured["single_device"]["samples_per_second"]]
-    return found
+    actual["devices"] = [measured["num_devices"], measured["single_device"]["num_devices"]]
+    actual["speeds"] = [measured["samples_per_second"], measured["single_device"]["samples_per_second"]]
+    return actual
 
 
 def test_two_ranks_train_like_one_device_whatever_the_strategy() -> None:
@@ -1123,17 +1127,17 @@ def test_two_ranks_train_like_one_device_whatever_the_strategy() -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     both = run_ranks("everything_on_two_ranks", __file__, 2, {"folder": str(Path.cwd()), "port": port})
-    for found in both:
-        assert found["group"] == 2 and found["clean"]
-        assert found["by hand"] == pytest.approx(expected[:4], abs=1e-12)
+    for actual in both:
+        assert actual["group"] == 2 and actual["clean"]
+        assert actual["by hand"] == pytest.approx(expected[:4], abs=1e-12)
         for name, strategy in (("sharded", "sharded"), ("auto", "distributed"), ("static", "distributed")):
-            assert found[name] == pytest.approx(expected, abs=1e-12)
-            assert found[f"{name} strategy"] == strategy
-        assert found["distributed"] == pytest.approx(expected, abs=1e-12)
-        assert found["epoch"] == 0 and found["taken up"] == pytest.approx(expected[2:4], abs=1e-12)
-        assert found["stats"] == ["distributed", 2, 2]
-        assert "a_file.pth is a file" in found["refused"]
-        assert found["devices"] == [2, 1] and found["speeds"] == both[0]["speeds"]
+            assert actual[name] == pytest.approx(expected, abs=1e-12)
+            assert actual[f"{name} strategy"] == strategy
+        assert actual["distributed"] == pytest.approx(expected, abs=1e-12)
+        assert actual["epoch"] == 0 and actual["taken up"] == pytest.approx(expected[2:4], abs=1e-12)
+        assert actual["stats"] == ["distributed", 2, 2]
+        assert "a_file.pth is a file" in actual["refused"]
+        assert actual["devices"] == [2, 1] and actual["speeds"] == both[0]["speeds"]
     with make(config()) as trainer:  # a checkpoint sharded over two ranks, loaded on one device
         assert trainer.load_checkpoint("sharded.pth") == 2
         assert trainer.validate(2)["val_loss"] == pytest.approx(expected[5], abs=1e-12)
@@ -1144,11 +1148,11 @@ def test_launched_ranks_survive_the_death_of_one_and_the_run_is_the_same(deaths:
     inject = {"inject": "kill@rank1:step6"} if deaths else {}
     settings = config(world_size=2, output_dir="run", settings={**EXACT, **inject})
     more = {"loss_fn": nn.CrossEntropyLoss(), "optimizer": sgd, "scheduler": halving, "save_path": "best"}
-    found = launch_multi_gpu_training(create_model, create_datasets, settings, epochs=3, **more)
-    history = [row[name] for row in found["history"] for name in ("train_loss", "val_loss")]
+    actual = launch_multi_gpu_training(create_model, create_datasets, settings, epochs=3, **more)
+    history = [row[name] for row in actual["history"] for name in ("train_loss", "val_loss")]
     assert history == pytest.approx(by_hand(3), abs=1e-12)
-    assert found["best_epoch"] == min(range(3), key=lambda epoch: history[2 * epoch + 1])
-    assert Path(found["checkpoint"]) == Path.cwd() / "best/best_model.pth" and load_weights(found["checkpoint"])
+    assert actual["best_epoch"] == min(range(3), key=lambda epoch: history[2 * epoch + 1])
+    assert Path(actual["checkpoint"]) == Path.cwd() / "best/best_model.pth" and load_weights(actual["checkpoint"])
     events = [json.loads(line) for line in Path("run/events.jsonl").read_text().splitlines()]
     assert [event["kind"] for event in events].count("restart") == deaths
     assert all(event["world"] == 2 for event in events if event["kind"] in ("start", "resume"))
@@ -1157,8 +1161,8 @@ def test_launched_ranks_survive_the_death_of_one_and_the_run_is_the_same(deaths:
 def test_functions_that_other_processes_cannot_import_train_on_one_device(capsys: pytest.CaptureFixture[str]) -> None:
     more = {"optimizer": sgd, "scheduler": halving, "save_path": None}
     settings = config(world_size=2)
-    found = launch_multi_gpu_training(lambda: create_model(), create_datasets, settings, epochs=1, **more)
-    assert found["history"][0]["train_loss"] == pytest.approx(by_hand(1)[0], abs=1e-12)
+    actual = launch_multi_gpu_training(lambda: create_model(), create_datasets, settings, epochs=1, **more)
+    assert actual["history"][0]["train_loss"] == pytest.approx(by_hand(1)[0], abs=1e-12)
     assert "cannot be imported by other processes" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="model_fn"):
         launch_multi_gpu_training(create_model(), create_datasets, settings, epochs=1)  # type: ignore[arg-type]
@@ -1215,8 +1219,8 @@ def test_the_largest_batch_that_fits_a_gpu_is_found_by_trials(real_gpus: None) -
     assert 32 < size < 4096 and next(wide.parameters()).device.type == "cpu"
     info = get_gpu_info()
     assert info["count"] >= 1 and "." in info["devices"][0]["compute_capability"]
-    found = benchmark_multi_gpu_performance(create_model(), create_datasets()[0], MultiGPUConfig(num_workers=0))
-    assert found["memory"]["gpu_0"]["max_allocated"] > 0
+    measurement = benchmark_multi_gpu_performance(create_model(), create_datasets()[0], MultiGPUConfig(num_workers=0))
+    assert measurement["memory"]["gpu_0"]["max_allocated"] > 0
 
 
 @on_a_gpu
@@ -1230,7 +1234,7 @@ def test_every_name_works_on_a_gpu(real_gpus: None) -> None:
     loaders = {"train_loader": DataLoader(train, batch_size=BATCH, shuffle=True), "val_loader": DataLoader(val, 4)}
     more = {"optimizer": optimizer, "scheduler": halving(optimizer), "loss_fn": nn.CrossEntropyLoss()}
     trainer: Any = DataParallelTrainer(model=wrapped, config=settings, **loaders, **more)
-    found = losses(trainer, 2)
+    values = losses(trainer, 2)
     trainer.save_checkpoint(1, "two.pth")
     assert wrapped.get_device_memory_usage()["gpu_0"]["allocated"] > 0
     assert trainer.get_performance_stats()["samples"] == 2 * NUM
@@ -1239,7 +1243,7 @@ def test_every_name_works_on_a_gpu(real_gpus: None) -> None:
         create_model(), settings, train, val, batch_size=BATCH, optimizer=sgd, scheduler=halving
     ) as other:
         other.load_checkpoint("two.pth")
-        assert found + losses(other, 1, first=2) == pytest.approx(expected, abs=1e-9)
+        assert values + losses(other, 1, first=2) == pytest.approx(expected, abs=1e-9)
     assert next(iter(load_weights("two.pth").values())).device.type == "cpu"
     cleanup_distributed_training()
     with socket.socket() as probe:
@@ -1252,5 +1256,5 @@ def test_every_name_works_on_a_gpu(real_gpus: None) -> None:
     cleanup_distributed_training()
     results.append(launch_multi_gpu_training(create_model, create_datasets, one, **by_name))  # type: ignore[arg-type]
     for result in results:
-        told = [row[name] for row in result["history"] for name in ("train_loss", "val_loss")]
-        assert told == pytest.approx(expected, abs=1e-9)
+        reported = [row[name] for row in result["history"] for name in ("train_loss", "val_loss")]
+        assert reported == pytest.approx(expected, abs=1e-9)

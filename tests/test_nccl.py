@@ -82,9 +82,9 @@ def test_ranks_set_nccls_variables_before_they_join_and_the_main_rank_warns_once
     # A host id that all ranks inherit would make them one host; the interface is the user's to choose.
     inherited = {"NCCL_HOSTID": "one", "NCCL_SOCKET_IFNAME": "eth0"}
     args = {"folder": str(tmp_path / "run")}
-    found = run_ranks("train_as_if_on_one_gpu", __file__, 2, args, env=inherited)
-    assert [rank["variables"] for rank in found] == [[f"unisono-rank{rank}", "eth0", "0"] for rank in (0, 1)]
-    assert [rank["warnings"] for rank in found] == [1, 0]
+    result = run_ranks("train_as_if_on_one_gpu", __file__, 2, args, env=inherited)
+    assert [rank["variables"] for rank in result] == [[f"unisono-rank{rank}", "eth0", "0"] for rank in (0, 1)]
+    assert [rank["warnings"] for rank in result] == [1, 0]
 
 
 # --- without a GPU ---

@@ -119,7 +119,7 @@ def test_an_optimizer_that_does_not_train_the_model_is_refused(make: Any, told: 
 
 def test_weights_missing_from_the_optimizer_are_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     done = train_own(lambda given: torch.optim.SGD(given[1:], lr=0.1), tmp_path, save_every=1)
-    assert "the optimizer does not update 1 of " in (said := capsys.readouterr().err) and "embedding.weight" in said
+    assert "the optimizer does not update 1 of " in (stderr := capsys.readouterr().err) and "embedding.weight" in stderr
     before, after = weights(done.folder, 1), weights(done.folder, 2)
     assert {name for name in before if torch.equal(before[name], after[name])} == {"embedding.weight"}
 

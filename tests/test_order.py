@@ -63,10 +63,10 @@ def test_a_billion_samples_cost_no_memory() -> None:
     order = Order(10**9, 1)
     order[0]
     tracemalloc.start()
-    found = order.indices(np.arange(5 * 10**9 - 1000, 5 * 10**9 + 1000))
+    result = order.indices(np.arange(5 * 10**9 - 1000, 5 * 10**9 + 1000))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert len(set(found[:1000].tolist())) == len(set(found[1000:].tolist())) == 1000
+    assert len(set(result[:1000].tolist())) == len(set(result[1000:].tolist())) == 1000
     assert peak < 2**20
 
 

@@ -48,11 +48,11 @@ IN_PLACE = {
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     root: Path = tmp_path_factory.mktemp("oom")
-    asked = {"undisturbed": Run("undisturbed", "undisturbed", 1, WHOLE | {"batch_size": 12})}
+    run_list = {"undisturbed": Run("undisturbed", "undisturbed", 1, WHOLE | {"batch_size": 12})}
     for name, (world, settings, fault) in IN_PLACE.items():
-        asked[name] = Run(name, name, world, WHOLE | settings | {"inject": fault})
+        run_list[name] = Run(name, name, world, WHOLE | settings | {"inject": fault})
     small = {"micro_batch": 3}
-    asked |= {
+    run_list |= {
         "small from the start": Run("small from the start", "small", 2, BITS | DDP2 | small),
         "became small": Run("became small", "became", 2, BITS | DDP2 | {"inject": "oom@rank1:step1:backward"}),
         "3 small": Run("3 small", "3small", 3, BITS | DDP3 | {"micro_batch": 2}),
@@ -80,7 +80,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
             },
         ),
     }
-    return many_runs(list(asked.values()), root)
+    return many_runs(list(run_list.values()), root)
 
 
 @pytest.mark.parametrize("name", IN_PLACE)
@@ -131,8 +131,8 @@ def test_if_not_even_one_sample_fits_all_ranks_report_the_missing_memory(runs: d
 
 def test_auto_runs_its_trials_before_the_first_step_and_does_not_change_the_run(runs: dict[str, Outcome]) -> None:
     run = runs["auto"]
-    (found,) = run.events("micro_batch")
-    assert found["micro_batch"] == 6 and found["trials"] == 4  # 1, 2, 4, 6
+    (result,) = run.events("micro_batch")
+    assert result["micro_batch"] == 6 and result["trials"] == 4  # 1, 2, 4, 6
     assert largest_difference(run.weights(), runs["undisturbed"].weights()) < 1e-12
 
 
@@ -262,9 +262,9 @@ def test_each_new_shape_is_guarded_for_some_steps() -> None:
     def step(*shape: int) -> bool:
         guard.begin()
         guard.note_shape({"x": torch.zeros(shape)})
-        wanted = guard.is_needed
-        guard.count_step(guarded=wanted)
-        return wanted
+        target = guard.is_needed
+        guard.count_step(guarded=target)
+        return target
 
     assert [step(4, 2) for _ in range(4)] == [True, True, False, False]
     assert [step(8, 2), step(4, 2), step(8, 2), step(8, 2)] == [True, False, True, False]
@@ -272,13 +272,13 @@ def test_each_new_shape_is_guarded_for_some_steps() -> None:
 
 def test_the_guard_ends_if_shapes_never_repeat() -> None:
     guard = Guard(Waiting(), guard_steps=2)  # type: ignore[arg-type]
-    wanted = []
+    target = []
     for number in range(1, 400):
         guard.begin()
         guard.note_shape({"x": torch.zeros(700 + number)})
-        wanted.append(guard.is_needed)
-        guard.count_step(guarded=wanted[-1])
-    assert all(wanted[:60]) and not any(wanted[200:300])
+        target.append(guard.is_needed)
+        guard.count_step(guarded=target[-1])
+    assert all(target[:60]) and not any(target[200:300])
     guard.begin()
     guard.note_shape({"x": torch.zeros(5000)})
     assert guard.is_needed  # much larger than all before

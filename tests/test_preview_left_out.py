@@ -56,9 +56,9 @@ def test_the_run_continues_without_the_preview(recipe: str, tmp_path: Path) -> N
     done = unisono("train", recipe, "--nproc", 1, "--fails", "drawing", "--output_dir", "run", cwd=tmp_path)
     assert done.code == 0, done.err
     assert done.err.count("preview skipped, rank 0 ran out of memory: CUDA out of memory. Tried to allocate") == 3
-    found = lines(tmp_path / "run", "events.jsonl")
-    assert [event["step"] for event in found if event["kind"] == "preview_left_out"] == [1, 2, 3]
-    assert not any(event["kind"] == "restart" for event in found)
+    records = lines(tmp_path / "run", "events.jsonl")
+    assert [event["step"] for event in records if event["kind"] == "preview_left_out"] == [1, 2, 3]
+    assert not any(event["kind"] == "restart" for event in records)
     assert not (tmp_path / "run" / "previews").exists() and len(losses(tmp_path / "run")) == 3
 
 
@@ -78,8 +78,8 @@ def test_the_run_continues_if_a_preview_cannot_be_written(recipe: str, tmp_path:
     done = unisono(*words, "--nproc", 2, "--max_steps", 4, cwd=tmp_path)
     assert done.code == 0 and "Traceback" not in done.err, done.err
     assert done.err.count("step 2: preview skipped, because it cannot be written: [Errno 21] Is a directory") == 1
-    found = [(event["kind"], event["step"]) for event in lines(tmp_path / "run", "events.jsonl")]
-    assert ("preview_left_out", 2) in found and ("preview", 4) in found
+    records = [(event["kind"], event["step"]) for event in lines(tmp_path / "run", "events.jsonl")]
+    assert ("preview_left_out", 2) in records and ("preview", 4) in records
     assert (tmp_path / "run/previews/step_00000004_seen.txt").read_text() and len(losses(tmp_path / "run")) == 4
 
 
@@ -95,9 +95,9 @@ def test_a_sharded_run_restarts_once_and_then_skips_previews(recipe: str, tmp_pa
     words = ["train", recipe, "--nproc", 2, "--strategy", "fsdp", "--output_dir", "run"]
     done = unisono(*words, "--fails", "drawing", cwd=tmp_path)
     assert done.code == 0, done.err
-    found = lines(tmp_path / "run", "events.jsonl")
-    assert sum(event["kind"] == "restart" for event in found) == 1
-    assert [event["step"] for event in found if event["kind"] == "preview_left_out"] == [1, 2, 3]
+    records = lines(tmp_path / "run", "events.jsonl")
+    assert sum(event["kind"] == "restart" for event in records) == 1
+    assert [event["step"] for event in records if event["kind"] == "preview_left_out"] == [1, 2, 3]
     assert len(losses(tmp_path / "run")) == 3
 
 
@@ -115,7 +115,7 @@ def draw_together(cases: list[str]) -> list[Any]:
 
     world, cpu = detect(os.environ), torch.device("cpu")
     join_process_group(world, cpu, timeout_s=30)
-    agreement, placement, found = Agreement(), Placement(cpu, world.rank, world.size, [cpu], None), []
+    agreement, placement, result = Agreement(), Placement(cpu, world.rank, world.size, [cpu], None), []
 
     def memory(when: bool) -> None:
         if when and world.rank == 1:
@@ -135,11 +135,11 @@ def draw_together(cases: list[str]) -> list[Any]:
             return {"seen": seen}
 
         try:
-            found.append(drawing.run(preview))
+            result.append(drawing.run(preview))
         except PreviewSkipped as why:
-            found.append([why.rank, str(why)])
+            result.append([why.rank, str(why)])
     leave_process_group()
-    return found
+    return result
 
 
 def test_no_rank_waits_for_one_that_ran_out_of_memory() -> None:

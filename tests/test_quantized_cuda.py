@@ -140,7 +140,7 @@ def test_wan_blocks_train_with_quantised_products(products: Products) -> None:
     other, _ = gradients_of(wan(products, fast=False, compiled=False))
     recomputed, recomputed_peak = gradients_of(wan(products, recompute=True))
     whole = sum(gradient.norm() ** 2 for gradient in exact.values()) ** 0.5
-    for found, error in ((quantised, 0.15), (other, 0.15), (recomputed, 0.15)):
-        assert sum((found[name] - exact[name]).norm() ** 2 for name in exact) ** 0.5 < error * whole
+    for result, error in ((quantised, 0.15), (other, 0.15), (recomputed, 0.15)):
+        assert sum((result[name] - exact[name]).norm() ** 2 for name in exact) ** 0.5 < error * whole
     assert peak < 1.15 * exact_peak, (peak, exact_peak)
     assert recomputed_peak < peak, (recomputed_peak, peak)

@@ -117,10 +117,10 @@ def passes(model: nn.Module, x: Tensor, dtype: torch.dtype | None = None) -> lis
     x = x.clone().requires_grad_()
     with torch.autocast(x.device.type, dtype or torch.bfloat16, enabled=dtype is not None):
         y = model(x)
-    wanted = torch.randn(y.shape, generator=torch.Generator().manual_seed(3)).to(y)
+    target = torch.randn(y.shape, generator=torch.Generator().manual_seed(3)).to(y)
     return [
         y.detach(),
-        *torch.autograd.grad(y, [x, *(each for each in model.parameters() if each.requires_grad)], wanted),
+        *torch.autograd.grad(y, [x, *(each for each in model.parameters() if each.requires_grad)], target),
     ]
 
 
@@ -200,11 +200,11 @@ def test_compiled_and_recomputed_blocks_compute_the_same(products: Products) -> 
     expected = gradients(made())
     with torch._dynamo.config.patch(error_on_recompile=False, suppress_errors=False):
         for options in ({"compiled": True}, {"recomputed": True}, {"recomputed": True, "compiled": True}):
-            for actual, wanted in zip(gradients(made(**options)), expected, strict=True):
+            for actual, target in zip(gradients(made(**options)), expected, strict=True):
                 # A number next to the border between two codes may fall to its other side.
-                close(actual, wanted, ERROR[products.format_name])
-    for actual, wanted in zip(gradients(made(recomputed=True, selective=True)), expected, strict=True):
-        torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-7)
+                close(actual, target, ERROR[products.format_name])
+    for actual, target in zip(gradients(made(recomputed=True, selective=True)), expected, strict=True):
+        torch.testing.assert_close(actual, target, rtol=1e-5, atol=1e-7)
 
 
 def test_compiling_a_layer_breaks_no_graph() -> None:
@@ -308,36 +308,36 @@ LEARNING = {"max_steps": 60, "save_every": 0, "width": 64, "ema_decay": 0.0, "le
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
-    asked = []
+    run_list = []
     for variant, (world, more) in VARIANTS.items():
-        asked.append(Run(f"no {variant}", f"no {variant}", world, SETTINGS | more))
+        run_list.append(Run(f"no {variant}", f"no {variant}", world, SETTINGS | more))
         for name in FORMATS:
             for kind, also in {"": {}, " whole": WHOLE}.items():
                 run = f"{name}{kind} {variant}"
-                asked.append(Run(run, run, world, SETTINGS | more | {"quantize": name} | also))
-        asked.append(Run(f"sparse {variant}", f"sparse {variant}", world, SETTINGS | more | {"sparsity": "2:4"}))
+                run_list.append(Run(run, run, world, SETTINGS | more | {"quantize": name} | also))
+        run_list.append(Run(f"sparse {variant}", f"sparse {variant}", world, SETTINGS | more | {"sparsity": "2:4"}))
     lora = SETTINGS | {"sparsity": "2:4", "width": 32}
-    asked.append(Run("sparse base", "sparse base", 1, lora, recipe="SentencesWithLoraFromElsewhere"))
+    run_list.append(Run("sparse base", "sparse base", 1, lora, recipe="SentencesWithLoraFromElsewhere"))
     lora |= {"strategy": "fsdp", "batch_size": 2}
-    asked.append(Run("sparse base fsdp", "sparse base fsdp", 3, lora, recipe="SentencesWithLoraFromElsewhere"))
-    asked.append(Run("fp8, other micro-batches", "other", 1, SETTINGS | {"quantize": "fp8", "batch_size": 2}))
+    run_list.append(Run("sparse base fsdp", "sparse base fsdp", 3, lora, recipe="SentencesWithLoraFromElsewhere"))
+    run_list.append(Run("fp8, other micro-batches", "other", 1, SETTINGS | {"quantize": "fp8", "batch_size": 2}))
     lossy = SETTINGS | {"quantize": "fp8"} | WHOLE | {"batch_size": 2}
-    asked.append(Run("fp8 whole, other micro-batches", "other whole", 1, lossy))
+    run_list.append(Run("fp8 whole, other micro-batches", "other whole", 1, lossy))
     for name, settings in {"bf16": BF16, "fp8": FP8}.items():
-        asked.append(Run(f"{name} alone", f"{name} alone", 1, settings | {"max_steps": 6}))
-    asked += [
+        run_list.append(Run(f"{name} alone", f"{name} alone", 1, settings | {"max_steps": 6}))
+    run_list += [
         Run("bf16 first", "changing", 1, BF16 | {"max_steps": 2}),
         Run("then fp8", "changing", 2, FP8 | {"max_steps": 4, "strategy": "fsdp", "batch_size": 3}),
         Run("then bf16", "changing", 1, BF16 | {"max_steps": 6}),
     ]
     for seed in range(4):
-        asked.append(Run(f"seed {seed}", f"seed {seed}", 1, BF16 | LEARNING | {"seed": seed}))
-    asked.append(Run("learning", "learning", 1, FP8 | LEARNING))
-    asked.append(Run("learning whole", "learning whole", 1, FP8 | LEARNING | {"quantize_weight_gradient": True}))
+        run_list.append(Run(f"seed {seed}", f"seed {seed}", 1, BF16 | LEARNING | {"seed": seed}))
+    run_list.append(Run("learning", "learning", 1, FP8 | LEARNING))
+    run_list.append(Run("learning whole", "learning whole", 1, FP8 | LEARNING | {"quantize_weight_gradient": True}))
     int8 = BF16 | LEARNING | {"quantize": "int8", "quantize_weight_gradient": True}
-    asked.append(Run("learning int8", "learning int8", 1, int8))
-    asked.append(Run("nothing fits", "nothing", 2, FP8 | {"quantize_min_size": 33}))
-    return many_runs(asked, tmp_path_factory.mktemp("quantized_training"))
+    run_list.append(Run("learning int8", "learning int8", 1, int8))
+    run_list.append(Run("nothing fits", "nothing", 2, FP8 | {"quantize_min_size": 33}))
+    return many_runs(run_list, tmp_path_factory.mktemp("quantized_training"))
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp8 whole", "int8", "int8 whole", "sparse"])

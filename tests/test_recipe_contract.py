@@ -39,22 +39,22 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
-    asked = [Run("one", "one", 1, WHOLE, recipe="Annealed")]
-    asked += [Run(name, name, world, WHOLE | more, recipe="Annealed") for name, (world, more) in LAYOUTS.items()]
-    asked.append(Run("went on", "went on", 1, WHOLE, Copy("2 ranks", 3), recipe="Annealed"))
+    run_list = [Run("one", "one", 1, WHOLE, recipe="Annealed")]
+    run_list += [Run(name, name, world, WHOLE | more, recipe="Annealed") for name, (world, more) in LAYOUTS.items()]
+    run_list.append(Run("went on", "went on", 1, WHOLE, Copy("2 ranks", 3), recipe="Annealed"))
     pairs = {"global_batch_size": 6, "max_steps": 3, "dtype": "float64"}
-    asked.append(Run("pairs", "pairs", 1, pairs | {"batch_size": 6}, recipe="AnnealedPairs"))
-    asked.append(Run("pairs on 2", "pairs on 2", 2, pairs | {"batch_size": 2}, recipe="AnnealedPairs"))
+    run_list.append(Run("pairs", "pairs", 1, pairs | {"batch_size": 6}, recipe="AnnealedPairs"))
+    run_list.append(Run("pairs on 2", "pairs on 2", 2, pairs | {"batch_size": 2}, recipe="AnnealedPairs"))
     for name, world in {"single": 1, "ddp": 2, "fsdp": 2}.items():
-        asked.append(Run(f"unused {name}", f"unused {name}", world, pairs | {"strategy": name}, recipe="Unused"))
+        run_list.append(Run(f"unused {name}", f"unused {name}", world, pairs | {"strategy": name}, recipe="Unused"))
         sparse = pairs | {"strategy": name}
-        asked.append(Run(f"sparse {name}", f"sparse {name}", world, sparse, recipe="SparseGradient"))
+        run_list.append(Run(f"sparse {name}", f"sparse {name}", world, sparse, recipe="SparseGradient"))
     exactly = pairs | {"strategy": "ddp", "deterministic": True}
-    asked.append(Run("unused ddp, deterministic", "exactly", 2, exactly, recipe="Unused"))
+    run_list.append(Run("unused ddp, deterministic", "exactly", 2, exactly, recipe="Unused"))
     allowed = pairs | {"find_unused_parameters": True}
-    asked.append(Run("unused, allowed", "allowed", 1, allowed, recipe="Unused"))
-    asked.append(Run("unused, allowed on 2", "allowed2", 2, allowed | {"strategy": "ddp"}, recipe="Unused"))
-    return many_runs(asked, tmp_path_factory.mktemp("contract"))
+    run_list.append(Run("unused, allowed", "allowed", 1, allowed, recipe="Unused"))
+    run_list.append(Run("unused, allowed on 2", "allowed2", 2, allowed | {"strategy": "ddp"}, recipe="Unused"))
+    return many_runs(run_list, tmp_path_factory.mktemp("contract"))
 
 
 @pytest.mark.parametrize("name", [*LAYOUTS, "went on"])
@@ -240,8 +240,8 @@ class CouplesToMean(Pairs):
     """A recipe whose coupled loss is the mean of the global batch."""
 
     def couple(self, rows: Any) -> Loss:
-        found = super().couple(rows)
-        return Loss(found.total / found.count, 1)
+        result = super().couple(rows)
+        return Loss(result.total / result.count, 1)
 
 
 class CouplesInVain(Pairs):
@@ -286,10 +286,10 @@ def test_a_resumed_run_says_which_flags_it_ignores(tmp_path: Path, capsys: pytes
     unisono.train(Tiny, max_steps=3, **common)
     assert "keeps the effective batch" not in capsys.readouterr().err
     unisono.train(Tiny, max_steps=4, **common | {"batch_size": 2, "gradient_accumulation_steps": 8})
-    said = capsys.readouterr().err
+    stderr = capsys.readouterr().err
     kept = "note: this run keeps its effective batch of 4 samples: "
-    assert f"{kept}batch_size 2 only limits the micro-batch per device" in said
-    assert f"{kept}gradient_accumulation_steps 8 is ignored; the effective batch is fixed" in said
+    assert f"{kept}batch_size 2 only limits the micro-batch per device" in stderr
+    assert f"{kept}gradient_accumulation_steps 8 is ignored; the effective batch is fixed" in stderr
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [line["samples"] for line in lines] == [4, 8, 12, 16]
 
@@ -317,8 +317,8 @@ def test_a_sample_is_retried_after_a_growing_pause() -> None:
 
     data = Flaky()
     reader = ChunkReader(data, list, Order(8, 0, shuffle=False))  # type: ignore[arg-type]
-    found = [reader._read(position) for position in (0, 1, 2, 3, 0)]
-    assert [isinstance(each, BadSample) for each in found] == [True, True, True, False, True]
+    result = [reader._read(position) for position in (0, 1, 2, 3, 0)]
+    assert [isinstance(each, BadSample) for each in result] == [True, True, True, False, True]
     times = [when for index, when in data.tries if index != 3]
     pauses = [later - earlier for earlier, later in zip(times[::2], times[1::2], strict=True)]
     assert pauses[0] >= 0.1 and pauses[1] >= 0.2 and pauses[2] >= 0.4 and pauses[3] >= 0.1

@@ -157,11 +157,11 @@ def test_a_launcher_suspended_longer_than_the_silence_limit_continues() -> None:
         os.kill(launcher.pid, signal.SIGSTOP)
         time.sleep(3.0)
         os.kill(launcher.pid, signal.SIGCONT)
-        asked = []
-        while len(asked) < 20:  # also for the length of the silence limit from now on
-            asked.append(group_changed())
+        requests = []
+        while len(requests) < 20:  # also for the length of the silence limit from now on
+            requests.append(group_changed())
             time.sleep(0.1)
-        assert not any(asked), "it took its own pause for the other side's silence"
+        assert not any(requests), "it took its own pause for the other side's silence"
     finally:
         launcher.kill()
         launcher.wait()

@@ -60,8 +60,8 @@ class Page(HTMLParser):
 
     def lines(self) -> dict[str, dict[str, Any]]:
         """All drawn lines: name -> x and y of the last line with that name."""
-        found = (json.loads(a["data-values"] or "") for a in self.all("g") if "data-values" in a)
-        return {line["name"]: line for line in found}
+        result = (json.loads(a["data-values"] or "") for a in self.all("g") if "data-values" in a)
+        return {line["name"]: line for line in result}
 
 
 def made(folder: Path, metrics: list[Any] = (), events: list[Any] = (), **record: Any) -> Path:  # type: ignore[assignment]
@@ -96,7 +96,7 @@ def test_the_report_of_a_killed_run_shows_the_whole_history(survivor: Path) -> N
     assert (done.code, done.out, done.err) == (0, "run/report.html\n", "")
     text = (survivor / "report.html").read_text()
     page = Page(text)
-    said = " ".join(page.text.split())
+    page_text = " ".join(page.text.split())
     for part in (
         "Tiny",
         "trained to the end",
@@ -105,11 +105,11 @@ def test_the_report_of_a_killed_run_shows_the_whole_history(survivor: Path) -> N
         "killed by SIGKILL",
         "from step 6: 2 ranks, ddp",
     ):
-        assert part in said, part
-    assert "the step was skipped on all ranks" in said and "kill@rank1:step7" in said
-    assert re.search(r"faults survived 2 1 restart", said)
-    assert "checkpoints were saved" in said and "save_every 3 1000 flag" in said
-    assert said.index("Changed from the defaults") < said.index("Settings of the recipe")
+        assert part in page_text, part
+    assert "the step was skipped on all ranks" in page_text and "kill@rank1:step7" in page_text
+    assert re.search(r"faults survived 2 1 restart", page_text)
+    assert "checkpoints were saved" in page_text and "save_every 3 1000 flag" in page_text
+    assert page_text.index("Changed from the defaults") < page_text.index("Settings of the recipe")
     assert page.lines()["training"]["x"] == [1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 12]  # the value at step 9 was not a number
     titles = {a["id"] for a in page.all("title") + page.all("desc") if "id" in a}
     charts = [a for a in page.all("svg") if a.get("role") == "img"]
@@ -173,8 +173,8 @@ def test_a_folder_without_a_run_is_rejected_in_one_line(
 ) -> None:
     (tmp_path / "run.json").write_text(content)
     assert main(["report", str(tmp_path)]) == 2
-    told = capsys.readouterr()
-    assert told.out == "" and told.err.count("\n") == 1 and "run.json" in told.err
+    output = capsys.readouterr()
+    assert output.out == "" and output.err.count("\n") == 1 and "run.json" in output.err
     assert os.listdir(tmp_path) == ["run.json"]
 
 
@@ -295,15 +295,15 @@ def test_single_and_constant_values_are_shown_in_a_table(tmp_path: Path) -> None
     lines = [{"step": step, "loss": 1.0 / step, "lr": 0.001, "mem_gib": 0.5} for step in (10, 20, 30)]
     page = report(made(tmp_path, [*lines, {"step": 30, "eval/mAP": 0.75, "eval/hit": 1.0}]))
     assert len(page.all("svg")) == 1, "the loss alone is a curve"
-    said = " ".join(page.text.split())
-    assert "eval/mAP 0.75 step 30 eval/hit 1 step 30" in said
-    assert "lr 0.001 always, steps 10 to 30" in said and "mem_gib 0.5 always, steps 10 to 30" in said
+    page_text = " ".join(page.text.split())
+    assert "eval/mAP 0.75 step 30 eval/hit 1 step 30" in page_text
+    assert "lr 0.001 always, steps 10 to 30" in page_text and "mem_gib 0.5 always, steps 10 to 30" in page_text
 
 
 def test_the_report_shows_what_training_changed_if_step_0_was_evaluated(tmp_path: Path) -> None:
     lines = [{"step": 0, "eval/mAP": 0.25}, {"step": 5, "eval/mAP": 0.5}, {"step": 9, "eval/mAP": 0.75}]
-    said = " ".join(report(made(tmp_path / "one", lines)).text.split())
-    assert "before training (step 0) last change eval/mAP 0.25 0.75 +0.5" in said
+    page_text = " ".join(report(made(tmp_path / "one", lines)).text.split())
+    assert "before training (step 0) last change eval/mAP 0.25 0.75 +0.5" in page_text
     assert "before training" not in report(made(tmp_path / "two", lines[1:])).text
 
 
@@ -362,15 +362,17 @@ def test_a_kill_counts_as_a_fault_and_a_stop_by_the_user_does_not(tmp_path: Path
     start, resume = {"kind": "start", "step": 0, "world": 1}, {"kind": "resume", "step": 40, "world": 1}
     save = {"kind": "save", "step": 40}
     killed = [start, save, {**resume, "repeated": 20}, {"kind": "done", "step": 90}]
-    said = " ".join(report(made(tmp_path / "killed", [], killed)).text.split())
-    assert "faults survived 1 no restart, 20 steps repeated" in said and "Nothing went wrong" not in said
-    assert "killed the run ended without an event" in said and "from step 40: 1 rank; 20 steps repeated" in said
+    page_text = " ".join(report(made(tmp_path / "killed", [], killed)).text.split())
+    assert "faults survived 1 no restart, 20 steps repeated" in page_text and "Nothing went wrong" not in page_text
+    assert (
+        "killed the run ended without an event" in page_text and "from step 40: 1 rank; 20 steps repeated" in page_text
+    )
 
     signal = [{"kind": "signal", "step": 40, "signal": "SIGINT"}, {"kind": "stopped", "step": 40}]
     stopped = [start, save, *signal, resume, {"kind": "done", "step": 90}]
-    said = " ".join(report(made(tmp_path / "stopped", [], stopped)).text.split())
-    assert "faults survived 0 no restart" in said and "repeated" not in said
-    assert "Nothing went wrong. A signal stopped the run 1 time, with a checkpoint." in said
+    page_text = " ".join(report(made(tmp_path / "stopped", [], stopped)).text.split())
+    assert "faults survived 0 no restart" in page_text and "repeated" not in page_text
+    assert "Nothing went wrong. A signal stopped the run 1 time, with a checkpoint." in page_text
 
     failed = [start, save, {"kind": "failed", "step": 50, "error": "x"}, {**resume, "repeated": 3}]
     timeline = read_run(made(tmp_path / "failed", [], failed)).timeline
@@ -467,8 +469,8 @@ def test_a_run_without_a_single_step_still_has_a_page(tmp_path: Path) -> None:
 def test_changed_settings_come_first_even_after_a_resume(tmp_path: Path) -> None:
     config = {"log_every": 10, "learning_rate": 0.5, "slope": 3.0}
     page = report(made(tmp_path, config=config, sources=dict.fromkeys(config, "run")))
-    said = page.text
-    assert said.index("learning_rate") < said.index("slope") < said.index("log_every")
+    page_text = page.text
+    assert page_text.index("learning_rate") < page_text.index("slope") < page_text.index("log_every")
 
 
 def test_defaults_on_the_page_are_those_that_help_shows_for_the_recipe(tmp_path: Path) -> None:
@@ -476,10 +478,10 @@ def test_defaults_on_the_page_are_those_that_help_shows_for_the_recipe(tmp_path:
     sources = {"log_every": "recipe", "learning_rate": "flag", "slope": "file", "bend": "default"}
     defaults = {"log_every": 50, "learning_rate": 0.25, "slope": 2.0, "bend": 1.0}
     page = report(made(tmp_path, config=config, sources=sources, defaults=defaults))
-    said = " ".join(page.text.split())
-    assert "learning_rate 0.5 0.25 flag slope 3.0 2.0 file" in said
-    assert "Settings of the recipe setting value bend 1.0" in said
-    assert "At their defaults (1) setting value log_every 50" in said
+    page_text = " ".join(page.text.split())
+    assert "learning_rate 0.5 0.25 flag slope 3.0 2.0 file" in page_text
+    assert "Settings of the recipe setting value bend 1.0" in page_text
+    assert "At their defaults (1) setting value log_every 50" in page_text
 
 
 def read_back(text: str) -> float:

@@ -119,15 +119,15 @@ WAYS: dict[str, tuple[int, dict[str, Any]]] = {
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     root = tmp_path_factory.mktemp("resident")
-    asked = [
+    run_list = [
         Run(f"{kind}: {name}", f"{kind}: {name}", world, RUN | settings, recipe=kind)
         for name, (world, settings) in WAYS.items()
         for kind in ("Fit", "FitOnDevice")
     ]
-    results = run_ranks("train_both", __file__, 3, {"runs": [asdict(run) for run in asked], "root": str(root)})
+    results = run_ranks("train_both", __file__, 3, {"runs": [asdict(run) for run in run_list], "root": str(root)})
     return {
         run.name: Outcome(root / run.folder, root / run.name, [results[rank][run.name] for rank in range(run.world)])
-        for run in asked
+        for run in run_list
     }
 
 
@@ -196,11 +196,11 @@ def test_every_leaf_of_a_nested_batch_is_visited_once_in_order_and_containers_ar
     points = Ordinary(3).points
     batch = {"a": [points, 5], "b": Pair(torch.ones(2), (points, None)), "c": "words"}
     met: list[Any] = []
-    found = mapped(batch, lambda leaf: met.append(leaf) or (leaf + 1 if isinstance(leaf, Tensor) else leaf))
+    result = mapped(batch, lambda leaf: met.append(leaf) or (leaf + 1 if isinstance(leaf, Tensor) else leaf))
     assert [id(leaf) for leaf in met] == [id(leaf) for leaf in leaves(batch)] and len(met) == 10
-    assert type(found["a"][0]) is Points and type(found["b"]) is Pair and found["b"].second[1] is None
-    assert torch.equal(found["a"][0].x, points.x + 1) and found["c"] == "words"
-    assert shape_of(found) == shape_of(batch)
+    assert type(result["a"][0]) is Points and type(result["b"]) is Pair and result["b"].second[1] is None
+    assert torch.equal(result["a"][0].x, points.x + 1) and result["c"] == "words"
+    assert shape_of(result) == shape_of(batch)
 
 
 def test_rows_are_gathered_on_demand_and_stay_on_their_device() -> None:

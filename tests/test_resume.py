@@ -222,9 +222,9 @@ def test_a_run_can_change_strategy_at_every_step(
     strategy, ranks = source.split()
     runs = [Run(source, source, int(ranks), RUN | DOUBLE | {"strategy": strategy})]
     runs += continuations("on", source, world, settings, range(1, STEPS))
-    found = many_runs(runs, tmp_path)
+    outcomes = many_runs(runs, tmp_path)
     for step in range(1, STEPS):
-        run, whole = found[f"on @{step}"], found[source]
+        run, whole = outcomes[f"on @{step}"], outcomes[source]
         check_continuation(run, whole, step)
         assert largest_difference(run.weights(prefix=""), whole.weights(prefix="")) < 1e-10
 

@@ -121,8 +121,8 @@ def test_samples_that_were_trained_on_never_count_as_unseen(
     darkroom_run: Path, name: str, value: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     before = files_of(darkroom_run)
-    given = ["--output_dir", str(darkroom_run), "--max_steps", "2", "--gpus", "0", f"--{name}", str(value)]
-    assert main(["train", "darkroom", *given]) == 2
+    arguments = ["--output_dir", str(darkroom_run), "--max_steps", "2", "--gpus", "0", f"--{name}", str(value)]
+    assert main(["train", "darkroom", *arguments]) == 2
     [line] = capfd.readouterr().err.splitlines()
     assert f"{name} {value} differs from this run's {SMALL.get(name, 0)}" in line and "remove the flag" in line
     assert files_of(darkroom_run) == before, "exit 2: nothing was written"
@@ -143,8 +143,8 @@ def test_the_data_of_a_wan_run_cannot_change_when_it_is_resumed(
     before = files_of(folder)
     capfd.readouterr()
     for name, value in {"dataset_path": str(other), "num_shapes": 64, "num_frames": 5, "num_eval": 2}.items():
-        given = ["--output_dir", str(folder), "--max_steps", "2", "--gpus", "0", f"--{name}", str(value)]
-        assert main(["train", "wan-flow", *given]) == 2
+        arguments = ["--output_dir", str(folder), "--max_steps", "2", "--gpus", "0", f"--{name}", str(value)]
+        assert main(["train", "wan-flow", *arguments]) == 2
         [line] = capfd.readouterr().err.splitlines()
         assert f"{name} {value} differs from this run's " in line and "remove the flag" in line
         assert files_of(folder) == before, "exit 2: nothing was written"
@@ -154,11 +154,11 @@ def test_the_error_about_a_changed_config_value_names_the_flag_that_continues(
     darkroom_run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "room.yaml").write_text("grid_size: 5\n")
-    given = ["--config", str(tmp_path / "room.yaml"), "--output_dir", str(darkroom_run), "--gpus", "0"]
-    assert main(["train", "darkroom", *given]) == 2
-    said = capfd.readouterr().err
-    assert "grid_size 5 (config file) differs from this run's 3" in said and "give --grid_size 3, or" in said
-    assert main(["train", "darkroom", *given, "--grid_size", "3"]) == 0
+    arguments = ["--config", str(tmp_path / "room.yaml"), "--output_dir", str(darkroom_run), "--gpus", "0"]
+    assert main(["train", "darkroom", *arguments]) == 2
+    stderr = capfd.readouterr().err
+    assert "grid_size 5 (config file) differs from this run's 3" in stderr and "give --grid_size 3, or" in stderr
+    assert main(["train", "darkroom", *arguments, "--grid_size", "3"]) == 0
 
 
 class Lines(Recipe):
@@ -224,8 +224,8 @@ def test_other_settings_may_change_and_data_may_be_found_by_another_path(
     lines_run: dict[str, Any], tmp_path: Path
 ) -> None:
     (tmp_path / "link.txt").symlink_to(tmp_path / "numbers.txt")
-    found = unisono.train(Lines, {"data_path": str(tmp_path / "link.txt"), "slope": 2.0}, **lines_run)
-    assert found.step == 2
+    result = unisono.train(Lines, {"data_path": str(tmp_path / "link.txt"), "slope": 2.0}, **lines_run)
+    assert result.step == 2
 
 
 def test_data_that_was_moved_is_found_under_its_new_path(

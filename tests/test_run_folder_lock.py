@@ -102,7 +102,7 @@ def test_a_killed_launcher_does_not_block_the_folder_but_its_rank_does(tmp_path:
 def test_a_forked_process_neither_holds_the_lock_nor_releases_it(tmp_path: Path) -> None:
     lock = FolderLock(tmp_path / "run")
     lock.take()
-    asked, answer = os.pipe()
+    pipe_end, answer = os.pipe()
     child = os.fork()
     if child == 0:  # like a recipe's process pool, or code that unwinds the stack after a fork
         lock.release()
@@ -113,7 +113,7 @@ def test_a_forked_process_neither_holds_the_lock_nor_releases_it(tmp_path: Path)
     sleeper = os.fork()
     if sleeper == 0:
         os.close(answer)
-        os.read(asked, 1)  # stays alive until the end of the test
+        os.read(pipe_end, 1)  # stays alive until the end of the test
         os._exit(0)
     lock.release()
     try:

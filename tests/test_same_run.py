@@ -57,7 +57,7 @@ def cut_up(world: int, strategy: str, accumulation: int) -> str:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     """All runs of this module, by name; names of float32 runs end with a question mark."""
     root: Path = tmp_path_factory.mktemp("same_run")
-    asked: dict[str, tuple[int, dict[str, object]]] = {
+    layouts: dict[str, tuple[int, dict[str, object]]] = {
         "one device": (1, WHOLE),
         "uneven": (1, UNEVEN),
         "few": (1, UNEVEN | {"global_batch_size": 2, "max_steps": 5}),
@@ -68,20 +68,20 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
         "dropout": (2, WHOLE | {"strategy": "ddp", "dropout": 0.3}),
         "dropout again": (2, WHOLE | {"strategy": "ddp", "dropout": 0.3, "num_workers": 2}),
     }
-    asked = {name: (world, settings | {"dtype": "float64"}) for name, (world, settings) in asked.items()}
+    layouts = {name: (world, settings | {"dtype": "float64"}) for name, (world, settings) in layouts.items()}
     for world, strategy in STRATEGIES:
         for accumulation in ACCUMULATIONS:
             name = cut_up(world, strategy, accumulation)
             settings = WHOLE | {"strategy": strategy, "batch_size": GLOBAL_BATCH // world // accumulation}
-            asked[name] = (world, settings | {"dtype": "float64"})
+            layouts[name] = (world, settings | {"dtype": "float64"})
             if (world, strategy, accumulation) in IN_FLOAT32:
-                asked[name + "?"] = (world, settings)
-    asked["one device?"] = (1, WHOLE)
+                layouts[name + "?"] = (world, settings)
+    layouts["one device?"] = (1, WHOLE)
     for name, (world, settings) in VARIANTS.items():
-        asked[name] = (world, WHOLE | {"dtype": "float64"} | settings)
+        layouts[name] = (world, WHOLE | {"dtype": "float64"} | settings)
     for name, (world, settings) in UNEVEN_VARIANTS.items():
-        asked[name] = (world, UNEVEN | {"dtype": "float64"} | settings)
-    return many_runs([Run(name, name, world, settings) for name, (world, settings) in asked.items()], root)
+        layouts[name] = (world, UNEVEN | {"dtype": "float64"} | settings)
+    return many_runs([Run(name, name, world, settings) for name, (world, settings) in layouts.items()], root)
 
 
 def assert_same(run: Outcome, reference: Outcome) -> None:

@@ -51,8 +51,8 @@ def die_at_operation(number: int) -> None:
 
 def save_until_killed(folder: Path, told: int, operation: int | None) -> None:
     """Saves one step after another, each filled with its number, and reports each completed save."""
-    found, _ = newest_valid(folder, IDENTITY)
-    step = 0 if found is None else int(read_extra(found)["step"])
+    newest, _ = newest_valid(folder, IDENTITY)
+    step = 0 if newest is None else int(read_extra(newest)["step"])
     saver = make_saver(folder)
     weights = {name: torch.zeros(SIZE) for name in ("model.a", "model.b")}
     for turn in range(10_000 if operation is None else 2):
@@ -88,11 +88,11 @@ def kill_one(folder: Path, operation: int | None, rng: random.Random) -> bool:
     assert first and status in (0, signal.SIGKILL), f"the saving process ended by itself: {status}"
     safe = int.from_bytes((first + os.read(ours, 1 << 20))[-8:], "little")
     os.close(ours)
-    found, skipped = newest_valid(folder, IDENTITY)
-    assert found is not None, f"{operation}: nothing is left of step {safe}: {skipped}"
-    step = int(read_extra(found)["step"])
+    newest, skipped = newest_valid(folder, IDENTITY)
+    assert newest is not None, f"{operation}: nothing is left of step {safe}: {skipped}"
+    step = int(read_extra(newest)["step"])
     assert step >= safe, f"{operation}: step {safe} was safe, now the newest is {step}"
-    for name, tensor in load_whole(found, "model.").items():
+    for name, tensor in load_whole(newest, "model.").items():
         assert torch.equal(tensor, torch.full((SIZE,), float(step))), f"{operation}: {name} of step {step}"
     bad = [path for path, _ in skipped if path not in leftovers(folder)]
     assert not bad, f"{operation}: a checkpoint has its name and is not complete: {skipped}"
@@ -128,7 +128,7 @@ def fail_in_each_phase(folder: str) -> list[list[Any]]:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, top = dist.get_rank(), Path(folder)
-    found: list[list[Any]] = []
+    actual: list[list[Any]] = []
     for who in (0, 1):
         for phase in SAVE_PHASES:
             name = f"{phase}-{who}"
@@ -139,8 +139,8 @@ def fail_in_each_phase(folder: str) -> list[list[Any]]:
                 saver.save(step, {"model.a": torch.full((4,), float(step)), "model.b": torch.ones(3)}, {})
                 results += saver.wait()
             dist.barrier()  # rank 0 cleans up after the other ranks know the outcome
-            found.append([name, [(r.step, r.path is not None, r.error) for r in results]])
-    return found
+            actual.append([name, [(r.step, r.path is not None, r.error) for r in results]])
+    return actual
 
 
 def test_a_full_disk_on_one_rank_in_any_phase_fails_the_save_on_all_and_hangs_none(tmp_path: Path) -> None:

@@ -225,8 +225,8 @@ def test_an_invalid_pooling_is_reported(tmp_path: Path, mode: Any) -> None:
 
 def test_prompts_of_any_kind_are_read(tmp_path: Path) -> None:
     (tmp_path / "modules.json").write_text("[]")
-    told = {"prompts": {"query": "q: "}, "default_prompt_name": ["x"]}
-    (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(told))
+    values = {"prompts": {"query": "q: "}, "default_prompt_name": ["x"]}
+    (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(values))
     assert read_layout(tmp_path, "m").prompts == {"query": "q: ", "page": ""}
 
 

@@ -42,13 +42,13 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(root: Path) -> dict[str, Outcome]:
-    asked = []
+    run_list = []
 
     def add(name: str, world: int, model: str, **settings: Any) -> None:
         task = RANK if model in ("bert", "tiny") else SNIPPET
         data = {"data_path": str(root / ("pairs.jsonl" if task is RANK else "pages.jsonl"))}
         model_name = {"model_name": model if model == "tiny" else str(root / model), "cache_dir": str(root / "cache")}
-        asked.append(
+        run_list.append(
             Run(name, f"runs/{name}", world, {**COMMON, **task, **data, **model_name, **settings}, recipe="seo")
         )
 
@@ -60,7 +60,7 @@ def runs(root: Path) -> dict[str, Outcome]:
         add(f"{model}, 1 rank", 1, model, **exact)
         add(f"{model}, 3 ranks", 3, model, **exact, **SHARDS)
     add("nothing frozen", 1, "bert", base_precision="int8", lora_rank=0)
-    return many_runs(asked, root)
+    return many_runs(run_list, root)
 
 
 @pytest.mark.parametrize("model", ["bert", "gpt2"])

@@ -38,9 +38,9 @@ from unisono.recipes.seo.data.store import Tokenize, fill_texts, fingerprint_of,
 def refused(call: Callable[[], Any], *words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         call()
-    told = str(caught.value)
-    assert all(word in told for word in words), told
-    assert "\n" not in told
+    message = str(caught.value)
+    assert all(word in message for word in words), message
+    assert "\n" not in message
 
 
 def write(path: Path, content: str | bytes, encoding: str = "utf-8") -> Path:
@@ -109,18 +109,18 @@ def test_a_missing_split_is_named(tmp_path: Path) -> None:
 
 
 def test_judgements_of_unknown_ids_are_reported_or_skipped(tmp_path: Path) -> None:
-    folder, said = beir(tmp_path, "q1\ta\t1\nq1\tzebra\t1\nq9\ta\t1\nq2\tnobody\t1\n"), list[str]()
+    folder, output = beir(tmp_path, "q1\ta\t1\nq1\tzebra\t1\nq9\ta\t1\nq2\tnobody\t1\n"), list[str]()
     refused(lambda: read_ranking(folder), "train.tsv, line 3", "'zebra'", "corpus.jsonl", "--leave_out_bad")
-    ranking = read_ranking(folder, leave_out_bad=True, remark=said.append)
+    ranking = read_ranking(folder, leave_out_bad=True, remark=output.append)
     assert in_words(ranking)[0] == {("query 1", "Apples red", 1.0)}
-    assert any("skipped 3" in line and "'zebra'" in line for line in said)
+    assert any("skipped 3" in line and "'zebra'" in line for line in output)
 
 
 def test_a_query_without_positives_is_reported_or_skipped(tmp_path: Path) -> None:
-    folder, said = beir(tmp_path, "q1\ta\t1\nq3\tb\t0\n"), list[str]()
+    folder, output = beir(tmp_path, "q1\ta\t1\nq3\tb\t0\n"), list[str]()
     refused(lambda: read_ranking(folder), "query without positives", "'q3'")
-    assert texts(read_ranking(folder, leave_out_bad=True, remark=said.append).queries()) == ["query 1"]
-    assert any("'q3'" in line for line in said)
+    assert texts(read_ranking(folder, leave_out_bad=True, remark=output.append).queries()) == ["query 1"]
+    assert any("'q3'" in line for line in output)
 
 
 def test_duplicate_ids_and_empty_pages_are_reported_or_skipped(tmp_path: Path) -> None:
@@ -136,11 +136,11 @@ def test_duplicate_ids_and_empty_pages_are_reported_or_skipped(tmp_path: Path) -
     jsonl(folder / "corpus.jsonl", *rows[:2], rows[3])
     refused(lambda: read_ranking(folder), "corpus.jsonl, line 2", "'a'", "second time")
     jsonl(folder / "corpus.jsonl", *rows)
-    said: list[str] = []
-    ranking = read_ranking(folder, leave_out_bad=True, remark=said.append)
+    messages: list[str] = []
+    ranking = read_ranking(folder, leave_out_bad=True, remark=messages.append)
     assert texts(ranking.pages()) == ["one", "three"]
     assert in_words(ranking)[0] == {("query 1", "one", 1.0), ("query 2", "three", 1.0)}
-    assert "skipped 2 unusable rows" in said[0]
+    assert "skipped 2 unusable rows" in messages[0]
 
 
 @pytest.mark.parametrize(
@@ -232,10 +232,15 @@ def test_mistakes_in_tables_are_named_with_their_line(
 
 
 def test_bad_rows_are_skipped_and_counted(tmp_path: Path) -> None:
-    said: list[str] = []
+    messages: list[str] = []
     path = write(tmp_path / "t.jsonl", 'broken\n{"query":"q","positive":"p"}\n{"query":"","positive":"p"}\n')
-    assert in_words(read_ranking(path, leave_out_bad=True, remark=said.append))[0] == {("q", "p", 1.0)}
-    assert len(said) == 1 and "skipped 2 unusable rows" in said[0] and "line 1" in said[0] and "line 3" in said[0]
+    assert in_words(read_ranking(path, leave_out_bad=True, remark=messages.append))[0] == {("q", "p", 1.0)}
+    assert (
+        len(messages) == 1
+        and "skipped 2 unusable rows" in messages[0]
+        and "line 1" in messages[0]
+        and "line 3" in messages[0]
+    )
     path = write(tmp_path / "t.csv", 'query,positive\nq,"p" p\nr,s\na,b,c\n')
     assert in_words(read_ranking(path, leave_out_bad=True))[0] == {("r", "s", 1.0)}
 
@@ -323,11 +328,11 @@ def test_labels_that_cannot_be_learned_from_are_refused(tmp_path: Path, content:
 
 
 def test_bad_labels_are_skipped_and_counted(tmp_path: Path) -> None:
-    said: list[str] = []
+    messages: list[str] = []
     path = write(tmp_path / "l.csv", "text,label\na,1.5\nb,n/a\nc,2.25\n,3\nd,inf\n")
-    kept = read_labelled(path, leave_out_bad=True, remark=said.append)
+    kept = read_labelled(path, leave_out_bad=True, remark=messages.append)
     assert (kept.texts, kept.labels) == (["a", "c"], [1.5, 2.25])
-    assert "skipped 3 unusable rows" in said[0]
+    assert "skipped 3 unusable rows" in messages[0]
 
 
 def test_snippets_come_from_tables_folders_of_pages_and_sitemaps(tmp_path: Path) -> None:
@@ -336,13 +341,13 @@ def test_snippets_come_from_tables_folders_of_pages_and_sitemaps(tmp_path: Path)
     assert read_snippets(table, "description") == [("a page", "What it is")]
     refused(lambda: read_snippets(write(tmp_path / "t.csv", "text,headline\na,b\n"), "title"), "text, headline")
     site = seo_data.write_site(tmp_path / "site", 3)
-    found = read_snippets(site, "title")
-    assert len(found) == 3 and found[0][1] == seo_data.made(0).title and seo_data.made(0).page in found[0][0]
+    result = read_snippets(site, "title")
+    assert len(result) == 3 and result[0][1] == seo_data.made(0).title and seo_data.made(0).page in result[0][0]
     write(site / "page-0003.html", "<p>No title here</p>")
     refused(lambda: read_snippets(site, "title"), "page-0003.html", "no title")
-    said: list[str] = []
-    assert read_snippets(site, "title", leave_out_bad=True, remark=said.append) == found
-    assert "page-0003.html" in said[0]
+    messages: list[str] = []
+    assert read_snippets(site, "title", leave_out_bad=True, remark=messages.append) == result
+    assert "page-0003.html" in messages[0]
 
 
 # Pages ---------------------------------------------------------------------------------------------------------------
@@ -464,15 +469,15 @@ def test_the_pages_of_a_folder_come_in_order(tmp_path: Path) -> None:
 @pytest.mark.parametrize("end", ["", ".gz"])
 def test_urls_of_a_local_sitemap_are_read_from_files_next_to_it(tmp_path: Path, end: str) -> None:
     a_site(tmp_path)
-    asked = ["https://x.org/", "https://x.org/blog/post%20one.html?a=1#b", "https://x.org/blog/", "about.htm"]
-    asked += ["https://x.org/about", "https://x.org/mirror.html", "https://x.org/"]
-    path = write(tmp_path / f"sitemap.xml{end}", sitemap(*asked))
-    found = {name: str(file.relative_to(tmp_path)) for name, file in pages_of(path)}
-    assert list(found) == asked[:-1]
-    assert list(found.values()) == [
+    urls = ["https://x.org/", "https://x.org/blog/post%20one.html?a=1#b", "https://x.org/blog/", "about.htm"]
+    urls += ["https://x.org/about", "https://x.org/mirror.html", "https://x.org/"]
+    path = write(tmp_path / f"sitemap.xml{end}", sitemap(*urls))
+    result = {name: str(file.relative_to(tmp_path)) for name, file in pages_of(path)}
+    assert list(result) == urls[:-1]
+    assert list(result.values()) == [
         "index.html", "blog/post one.html", "blog/index.html", "about.htm", "about.htm", "x.org/mirror.html"
     ]  # fmt: skip
-    assert addresses_in(path) == asked[:-1]
+    assert addresses_in(path) == urls[:-1]
     index = write(
         tmp_path / "all.xml",
         f"<sitemapindex><sitemap><loc>https://x.org/maps/sitemap.xml{end}</loc></sitemap></sitemapindex>",
@@ -486,10 +491,10 @@ def test_a_list_of_files_is_a_site(tmp_path: Path) -> None:
 
 
 def test_missing_listed_pages_are_reported_or_skipped(tmp_path: Path) -> None:
-    path, said = write(a_site(tmp_path) / "list.txt", "index.html\ngone.html\n"), list[str]()
+    path, output = write(a_site(tmp_path) / "list.txt", "index.html\ngone.html\n"), list[str]()
     refused(lambda: pages_of(path), "list.txt, line 2", "'gone.html'")
-    assert [name for name, _ in pages_of(path, leave_out_bad=True, remark=said.append)] == ["index.html"]
-    assert "gone.html" in said[0]
+    assert [name for name, _ in pages_of(path, leave_out_bad=True, remark=output.append)] == ["index.html"]
+    assert "gone.html" in output[0]
 
 
 def test_a_list_cannot_name_files_outside_its_folder(tmp_path: Path) -> None:
@@ -555,13 +560,13 @@ def test_tokens_survive_a_round_trip(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("small_blocks")
 def test_two_processes_write_the_same_bytes_as_one_and_share_the_work(tmp_path: Path) -> None:
     all_texts, calls = some_texts(), list[int]()
-    meeting, said = threading.Barrier(2), [None, None]
+    meeting, output = threading.Barrier(2), [None, None]
 
     def run(part: int) -> None:
         def gather(value: Any) -> list[Any]:
-            said[part] = value
+            output[part] = value
             meeting.wait(20)
-            both = list(said)
+            both = list(output)
             meeting.wait(20)
             return both
 
@@ -641,8 +646,8 @@ def test_a_killed_fill_continues_where_it_stopped(tmp_path: Path) -> None:
     process.communicate()
     there = len(list(tmp_path.glob("*/block-*")))
     assert 3 <= there < 10
-    told, _ = filling(tmp_path, 0).communicate(timeout=90)
-    assert told.split() == ["begin", "calls", str(10 - there)]
+    reported, _ = filling(tmp_path, 0).communicate(timeout=90)
+    assert reported.split() == ["begin", "calls", str(10 - there)]
     assert tokens(tmp_path) == by_letters(some_texts())
 
 
@@ -655,8 +660,10 @@ def test_two_runs_that_fill_the_same_folder_at_once_do_not_disturb_each_other(tm
 
 @pytest.mark.usefixtures("small_blocks")
 def test_a_fill_that_is_asked_to_stop_keeps_its_finished_blocks(tmp_path: Path) -> None:
-    asked = iter([False, False, *[True] * 20])
-    place = fill_texts(tmp_path, some_texts, by_letters, "f", Work(tmp_path, _asked_to_stop=lambda: next(asked)))
+    stop_requests = iter([False, False, *[True] * 20])
+    place = fill_texts(
+        tmp_path, some_texts, by_letters, "f", Work(tmp_path, _asked_to_stop=lambda: next(stop_requests))
+    )
     assert len(list(place.glob("block-*"))) == 2 and not (place / "texts.json").exists()
     fill_texts(tmp_path, some_texts, by_letters, "f", Work(tmp_path))
     assert tokens(place) == by_letters(some_texts())
@@ -746,18 +753,18 @@ def test_debian_packages_become_queries_and_pages(tmp_path: Path, monkeypatch: p
     lists = {
         "x_main_binary-amd64_Packages": "".join(PACKAGES.format(*entry) for entry in entries),
         "x_main_i18n_Translation-en": "".join(
-            TRANSLATION.format(name, told, "short" if name == "tiny" else f"{name} is one. VIEWER! {TOLD}")
-            for name, _, told in entries
+            TRANSLATION.format(name, reported, "short" if name == "tiny" else f"{name} is one. VIEWER! {TOLD}")
+            for name, _, reported in entries
         )
         + TRANSLATION.format("zview-dev", "development files", f"zview is one. VIEWER! {TOLD}"),
     }
     monkeypatch.setenv("PATH", str(apt_get(tmp_path, lists)))
-    found = debian.packages(tmp_path / "cache")
-    assert [(each.name, each.section, each.synopsis) for each in found] == [
+    result = debian.packages(tmp_path / "cache")
+    assert [(each.name, each.section, each.synopsis) for each in result] == [
         ("aview", "text", "viewer for ASCII"),
         ("zview", "graphics", "Fast Viewer of files"),
     ]
-    assert found[1].body == f"zview is one. VIEWER! {TOLD}\nIt is written in zview."
+    assert result[1].body == f"zview is one. VIEWER! {TOLD}\nIt is written in zview."
     words, options, config = json.loads((tmp_path / "called.json").read_text())
     assert words[-1] == "update" and str(tmp_path / "cache") in options["Dir::State::lists"]
     assert str(tmp_path / "cache") in options["Dir::Cache"]
@@ -766,7 +773,7 @@ def test_debian_packages_become_queries_and_pages(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setenv("PATH", "")  # stored, so apt is not needed
     ranking = debian.read_debian(tmp_path / "cache", work=Work(tmp_path))
-    assert in_words(ranking)[0] == {(each.synopsis, each.body, 1.0) for each in found}
+    assert in_words(ranking)[0] == {(each.synopsis, each.body, 1.0) for each in result}
     assert ranking.sections is not None and sorted(ranking.sections.tolist()) == [0, 1]
     hard = texts(debian.read_debian(tmp_path / "cache", hard=True).pages())[1]
     assert "files" not in hard and "VIEWER" not in hard and " of " not in hard and "great many kinds and shows" in hard

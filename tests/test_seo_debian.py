@@ -18,11 +18,11 @@ pytestmark = pytest.mark.skipif(shutil.which("apt-get") is None, reason="the des
 @pytest.mark.slow  # test_a_trained_model_ranks_better_than_word_overlap is the quick version
 def test_minilm_learns_from_a_few_hundred_packages(tmp_path: Path) -> None:
     try:
-        found = packages(tmp_path / "apt")
+        result = packages(tmp_path / "apt")
     except ConfigError as error:
         pytest.skip(f"apt-get has no descriptions here: {error}")
     # All from one section, so that they are similar and there is something to learn; pages are truncated for speed.
-    perl = [package for package in found if package.section == "perl"][:500]
+    perl = [package for package in result if package.section == "perl"][:500]
     rows = [json.dumps({"query": each.synopsis, "positive": each.body}) + "\n" for each in perl]
     (tmp_path / "pairs.jsonl").write_text("".join(rows))
     words = ["train", "seo", "--data_path", "pairs.jsonl", "--model_name", "minilm", "--nproc", "2"]

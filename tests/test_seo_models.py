@@ -222,10 +222,10 @@ def test_an_exported_classifier_keeps_the_names_of_its_classes(tmp_path: Path) -
     assert again.config.id2label == {0: "poor", 1: "fair", 2: "good"}
     scorer = open_scorer(tmp_path / "out")
     assert scorer.names == ["poor", "fair", "good"]
-    found = scorer.scores([*TEXTS, LONG])
-    assert found.shape == (6, 3)
-    assert torch.allclose(found.sum(1), torch.ones(6, dtype=torch.float64))
-    assert torch.allclose(scorer.scores([LONG])[0], found[-1], atol=1e-6)
+    result = scorer.scores([*TEXTS, LONG])
+    assert result.shape == (6, 3)
+    assert torch.allclose(result.sum(1), torch.ones(6, dtype=torch.float64))
+    assert torch.allclose(scorer.scores([LONG])[0], result[-1], atol=1e-6)
 
 
 # Tokenizers, heads and new weights ---------------------------------------------------------------------------------
@@ -353,8 +353,8 @@ def _without(name: str) -> Any:
 
 def _config(**values: Any) -> Any:
     def change(folder: Path) -> None:
-        told = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(told | values))
+        stored = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(stored | values))
 
     return change
 
@@ -440,17 +440,17 @@ def test_a_missing_model_is_reported_in_one_line(name: str, told: str) -> None:
 def test_a_run_that_names_a_model_of_the_hub_fetches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
-    asked: list[bool] = []
+    calls: list[bool] = []
 
     def fetch(name: str, *, local_files_only: bool, **_: Any) -> str:
-        asked.append(local_files_only)
+        calls.append(local_files_only)
         return "."
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
     locate("someone/some-model")
     with nothing_fetched():
         locate("someone/some-model")
-    assert asked == [False, True]
+    assert calls == [False, True]
 
 
 def test_if_minilms_package_is_missing_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

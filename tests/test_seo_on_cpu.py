@@ -54,8 +54,13 @@ def test_a_run_reports_that_it_is_shortened_unless_the_user_sets_its_length(
     rows = [f"question {number},the answer to it is number {number}" for number in range(12)]
     (tmp_path / "pairs.csv").write_text("\n".join(["query,positive", *rows]))
     model = encoder_folder(tmp_path / "model")  # replaces minilm, which takes far longer to load
-    told: dict[str, Any] = {"data_path": str(tmp_path / "pairs.csv"), "gpus": "0", "num_workers": 0, "batch_size": 4}
-    told |= {
+    settings: dict[str, Any] = {
+        "data_path": str(tmp_path / "pairs.csv"),
+        "gpus": "0",
+        "num_workers": 0,
+        "batch_size": 4,
+    }
+    settings |= {
         "model_name": str(model),
         "tensorboard": False,
         "preview_every": -1,
@@ -65,7 +70,7 @@ def test_a_run_reports_that_it_is_shortened_unless_the_user_sets_its_length(
     }
     for steps in (1, 500):
         monkeypatch.setattr(recipe, "CPU_STEPS", steps)
-        found = unisono.train(Seo, **told, output_dir=str(tmp_path / f"run{steps}"))
-        said = capfd.readouterr().err
-        assert found.step == min(steps, 8) and f"without a GPU the run ends after {steps} steps or 3 epochs" in said
-        assert "is not reached" not in said
+        result = unisono.train(Seo, **settings, output_dir=str(tmp_path / f"run{steps}"))
+        stderr = capfd.readouterr().err
+        assert result.step == min(steps, 8) and f"without a GPU the run ends after {steps} steps or 3 epochs" in stderr
+        assert "is not reached" not in stderr

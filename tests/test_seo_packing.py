@@ -48,9 +48,9 @@ def encoder(family: str, pooling: Any = "mean", **changed: Any) -> Encoder:
 def texts() -> list[Any]:
     """One text contains the pad token, one has no tokens at all."""
     drawn = np.random.default_rng(0)
-    found = [drawn.integers(2, 60, length) for length in (5, 1, 40, 7, 7, 22, 0)]
-    found[2][[3, 30]] = 1
-    return found
+    result = [drawn.integers(2, 60, length) for length in (5, 1, 40, 7, 7, 22, 0)]
+    result[2][[3, 30]] = 1
+    return result
 
 
 def packed(model: Encoder) -> Packed:
@@ -118,13 +118,13 @@ def test_unsupported_models_are_reported_with_the_reason(tmp_path: Path) -> None
     decoder = decoder_folder(tmp_path / "decoder")
     with pytest.raises(ConfigError, match=r"padding none: gpt2 is not a BERT or RoBERTa model.*--padding groups"):
         train("seo", **common, model_name=str(decoder), output_dir=str(tmp_path / "run"))
-    for changed, said in (
+    for changed, output in (
         ({"hidden_size": 24}, "head width is 6"),
         ({"is_decoder": True}, "a decoder"),
         ({"chunk_size_feed_forward": 8}, "chunk_size_feed_forward"),
     ):
         model = encoder("Bert", **changed).backbone
-        assert said in (read_packed(model) or "") and model.config._attn_implementation == "sdpa"
+        assert output in (read_packed(model) or "") and model.config._attn_implementation == "sdpa"
     model = encoder("Bert").backbone
     model.set_attn_implementation = lambda name: None  # the result if transformers only warns
     assert read_packed(model) == "transformers cannot change the model's attention"
@@ -173,10 +173,10 @@ def test_auto_packs_where_there_is_flash_attention(
     recipe.model()
     items = [rank.Pair(query, query, 0, [], [], np.array([0])) for query in texts()[:3]]
     in_a_worker = pickle.loads(ForkingPickler.dumps(recipe.task))
-    found = in_a_worker.collate(items)["texts"]
-    assert isinstance(found, Packed) is packs
+    result = in_a_worker.collate(items)["texts"]
+    assert isinstance(result, Packed) is packs
     if packs:
-        assert found.places.max() == 37 and found.places.min() == -1  # two of the 40 tokens do not count
+        assert result.places.max() == 37 and result.places.min() == -1  # two of the 40 tokens do not count
 
 
 def test_a_model_that_cannot_be_packed_is_padded_with_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,17 +209,17 @@ def test_flash_attention_on_a_gpu_agrees_to_rounding(family: str, pooling: str, 
     model, device = encoder(family, pooling).cuda(), torch.device("cuda")
     exact, exact_gradients = step(model, grouped(texts(), 1, 2).on(device))
     read_packed(model.backbone)
-    found, again = {}, {}
+    result, again = {}, {}
     torch.use_deterministic_algorithms(True)
     try:
         for name, laid_out in (("padded", grouped(texts(), 1, 2)), ("packed", packed(model))):
-            for kept in (found, again):
+            for kept in (result, again):
                 with torch.autocast("cuda", dtype):
                     kept[name] = step(model, laid_out.on(device))
     finally:
         torch.use_deterministic_algorithms(False)
     whole, off = torch.stack([each.norm() for each in exact_gradients.values()]).norm(), {}
-    for name, (vectors, gradients) in found.items():
+    for name, (vectors, gradients) in result.items():
         apart = [(gradients[key] - exact_gradients[key]).norm() for key in exact_gradients]
         off[name] = float((vectors - exact).norm()), float(torch.stack(apart).norm() / whole)
         assert torch.equal(vectors, again[name][0])
@@ -230,7 +230,7 @@ def test_flash_attention_on_a_gpu_agrees_to_rounding(family: str, pooling: str, 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_recomputed_flash_attention_uses_the_same_dropout() -> None:
-    model, found = encoder("Bert", attention_probs_dropout_prob=0.5).cuda().train(), []
+    model, result = encoder("Bert", attention_probs_dropout_prob=0.5).cuda().train(), []
     read_packed(model.backbone)
     for recompute in (False, True):
         if recompute:
@@ -238,7 +238,7 @@ def test_recomputed_flash_attention_uses_the_same_dropout() -> None:
                 recompute_activations(block)
         torch.manual_seed(3)
         with torch.autocast("cuda", torch.bfloat16):
-            found.append(step(model, packed(model).on(torch.device("cuda"))))
-    assert torch.equal(found[0][0], found[1][0])
-    for name, gradient in found[0][1].items():
-        torch.testing.assert_close(found[1][1][name], gradient, rtol=1e-2, atol=1e-4, msg=name)
+            result.append(step(model, packed(model).on(torch.device("cuda"))))
+    assert torch.equal(result[0][0], result[1][0])
+    for name, gradient in result[0][1].items():
+        torch.testing.assert_close(result[1][1][name], gradient, rtol=1e-2, atol=1e-4, msg=name)

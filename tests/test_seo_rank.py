@@ -87,8 +87,8 @@ def test_results_of_grouped_texts_are_in_the_order_of_the_texts(number: int) -> 
     texts = [np.full(length, length, dtype=np.int32) for length in (5, 90, 3, 17, 60, 9)]
     groups = grouped(texts, 0, number)
     assert len(groups.ids) == number  # always, even with fewer texts: a sharded model gathers per group
-    found = groups.through(lambda ids, mask: (ids * mask).sum(1) / mask.sum(1))
-    assert found.tolist() == [5, 90, 3, 17, 60, 9]
+    result = groups.through(lambda ids, mask: (ids * mask).sum(1) / mask.sum(1))
+    assert result.tolist() == [5, 90, 3, 17, 60, 9]
 
 
 # Positives and negatives
@@ -158,15 +158,15 @@ def test_a_pair_contains_its_negatives_and_all_relevant_pages(table: Path) -> No
 
 def rows(size: int = 4, negatives: int = 0) -> dict[str, torch.Tensor]:
     random = torch.Generator().manual_seed(size)
-    found = {name: normalize(torch.randn(size, 6, generator=random).double(), dim=-1) for name in ("query", "page")}
-    found |= {"query_keys": torch.arange(size), "page_keys": 100 + torch.arange(size), "numbers": torch.arange(size)}
-    found["relevant"] = torch.arange(size)[:, None]
+    result = {name: normalize(torch.randn(size, 6, generator=random).double(), dim=-1) for name in ("query", "page")}
+    result |= {"query_keys": torch.arange(size), "page_keys": 100 + torch.arange(size), "numbers": torch.arange(size)}
+    result["relevant"] = torch.arange(size)[:, None]
     if negatives:
         vectors = torch.randn(size, negatives, 6, generator=random).double()
-        found["negative"] = normalize(vectors, dim=-1)
-        found["negative_keys"] = 500 + torch.arange(size * negatives).view(size, negatives)
-        found["negative_numbers"] = 900 + torch.arange(size * negatives).view(size, negatives)
-    return found
+        result["negative"] = normalize(vectors, dim=-1)
+        result["negative_keys"] = 500 + torch.arange(size * negatives).view(size, negatives)
+        result["negative_numbers"] = 900 + torch.arange(size * negatives).view(size, negatives)
+    return result
 
 
 def by_hand(given: dict[str, torch.Tensor], wrong: dict[int, list[torch.Tensor]], scale: float = 20.0) -> float:
@@ -179,63 +179,63 @@ def by_hand(given: dict[str, torch.Tensor], wrong: dict[int, list[torch.Tensor]]
 
 
 def test_each_query_is_compared_with_all_pages() -> None:
-    given = rows()
-    wrong = {place: [given["page"][other] for other in range(4) if other != place] for place in range(4)}
-    loss = contrastive(given, 20.0)
-    assert loss.count == 4 and float(loss.total) == pytest.approx(by_hand(given, wrong), rel=1e-12)
+    inputs = rows()
+    wrong = {place: [inputs["page"][other] for other in range(4) if other != place] for place in range(4)}
+    loss = contrastive(inputs, 20.0)
+    assert loss.count == 4 and float(loss.total) == pytest.approx(by_hand(inputs, wrong), rel=1e-12)
 
 
 def test_hard_negatives_are_shared_by_all_queries() -> None:
-    given = rows(negatives=2)
-    hard = list(given["negative"].flatten(0, 1))
-    wrong = {place: [given["page"][other] for other in range(4) if other != place] + hard for place in range(4)}
-    assert float(contrastive(given, 20.0).total) == pytest.approx(by_hand(given, wrong), rel=1e-12)
+    inputs = rows(negatives=2)
+    hard = list(inputs["negative"].flatten(0, 1))
+    wrong = {place: [inputs["page"][other] for other in range(4) if other != place] + hard for place in range(4)}
+    assert float(contrastive(inputs, 20.0).total) == pytest.approx(by_hand(inputs, wrong), rel=1e-12)
 
 
 @pytest.mark.parametrize("same", ["page", "query", "judged", "negative", "known", "nothing"])
 def test_relevant_pages_are_not_used_as_negatives(same: str) -> None:
-    given = rows(negatives=1)
-    hard = list(given["negative"].flatten(0, 1))
-    wrong = {place: [given["page"][other] for other in range(4) if other != place] + hard for place in range(4)}
+    inputs = rows(negatives=1)
+    hard = list(inputs["negative"].flatten(0, 1))
+    wrong = {place: [inputs["page"][other] for other in range(4) if other != place] + hard for place in range(4)}
     if same == "page":  # queries 0 and 2 have the same page
-        given["page_keys"][2] = given["page_keys"][0]
+        inputs["page_keys"][2] = inputs["page_keys"][0]
     elif same == "query":
-        given["query_keys"][2] = given["query_keys"][0]
+        inputs["query_keys"][2] = inputs["query_keys"][0]
     elif same == "judged":  # the page of query 2 is also relevant for query 0
-        given["relevant"] = torch.tensor([[0, 2], [1, -1], [2, -1], [3, -1]])
+        inputs["relevant"] = torch.tensor([[0, 2], [1, -1], [2, -1], [3, -1]])
     elif same == "negative":  # the negative of query 3 is the page of query 0
-        given["negative_keys"][3] = given["page_keys"][0]
+        inputs["negative_keys"][3] = inputs["page_keys"][0]
     elif same == "known":  # the negative of query 3 is another page that is relevant for query 0
-        given["relevant"] = torch.tensor([[0, 903], [1, -1], [2, -1], [3, -1]])
+        inputs["relevant"] = torch.tensor([[0, 903], [1, -1], [2, -1], [3, -1]])
     else:  # query 3 has no negative; the padding must not count
-        given["negative_keys"][3] = -1
+        inputs["negative_keys"][3] = -1
     if same in ("page", "query", "judged"):
-        wrong[0] = [given["page"][1], given["page"][3], *hard]
+        wrong[0] = [inputs["page"][1], inputs["page"][3], *hard]
     if same in ("page", "query"):
-        wrong[2] = [given["page"][1], given["page"][3], *hard]
+        wrong[2] = [inputs["page"][1], inputs["page"][3], *hard]
     if same in ("negative", "known"):
         wrong[0] = [*wrong[0][:3], *hard[:3]]
     if same == "nothing":
         wrong = {place: [*each[:3], *hard[:3]] for place, each in wrong.items()}
-    assert float(contrastive(given, 20.0).total) == pytest.approx(by_hand(given, wrong), rel=1e-12)
+    assert float(contrastive(inputs, 20.0).total) == pytest.approx(by_hand(inputs, wrong), rel=1e-12)
 
 
 def test_the_loss_can_be_symmetric() -> None:
-    given = rows()
-    turned = given | {"query": given["page"], "page": given["query"]}
-    one, other = (float(contrastive(each, 20.0).total) for each in (given, turned))
-    assert float(contrastive(given, 20.0, both_ways=True).total) == pytest.approx((one + other) / 2, rel=1e-12)
+    inputs = rows()
+    turned = inputs | {"query": inputs["page"], "page": inputs["query"]}
+    one, other = (float(contrastive(each, 20.0).total) for each in (inputs, turned))
+    assert float(contrastive(inputs, 20.0, both_ways=True).total) == pytest.approx((one + other) / 2, rel=1e-12)
 
 
 @pytest.mark.parametrize("both_ways", [False, True])
 def test_the_losses_of_ranges_of_queries_add_up(both_ways: bool) -> None:
     """Also their gradients. A page that is relevant for a query hides it one way only, so both masks are needed."""
-    given = rows(size=7, negatives=2)
-    given["relevant"] = torch.tensor([[0, 2], [1, 5], [2, -1], [3, -1], [4, 0], [5, -1], [6, 1]])
-    vectors = [given[name].requires_grad_() for name in ("query", "page", "negative")]
-    whole = contrastive(given, 20.0, both_ways=both_ways)
+    inputs = rows(size=7, negatives=2)
+    inputs["relevant"] = torch.tensor([[0, 2], [1, 5], [2, -1], [3, -1], [4, 0], [5, -1], [6, 1]])
+    vectors = [inputs[name].requires_grad_() for name in ("query", "page", "negative")]
+    whole = contrastive(inputs, 20.0, both_ways=both_ways)
     expected = torch.autograd.grad(whole.total, vectors)
-    parts = [contrastive(given, 20.0, both_ways=both_ways, anchors=slice(*ends)) for ends in [(0, 3), (3, 4), (4, 7)]]
+    parts = [contrastive(inputs, 20.0, both_ways=both_ways, anchors=slice(*ends)) for ends in [(0, 3), (3, 4), (4, 7)]]
     assert sum(part.total.item() for part in parts) == pytest.approx(whole.total.item(), rel=1e-14)
     assert sum(part.count for part in parts) == whole.count == 7
     assert sum(part.metrics["first_right"] for part in parts) == whole.metrics["first_right"]
@@ -263,8 +263,8 @@ def test_many_known_pages_take_no_more_memory_than_the_scores() -> None:
 
     numbers = columns[:, 5].flip(0)
     with Largest():
-        found = _among(columns, numbers)
-    assert torch.equal(found, torch.eye(size, dtype=torch.bool).flip(1)) and most <= size * size
+        result = _among(columns, numbers)
+    assert torch.equal(result, torch.eye(size, dtype=torch.bool).flip(1)) and most <= size * size
 
 
 # Preparation ---------------------------------------------------------------------------------------------------
@@ -280,8 +280,8 @@ def write_beir(folder: Path, queries: list[str], splits: dict[str, list[int]]) -
     """A BEIR folder in which page n answers query n."""
     (folder / "qrels").mkdir(parents=True)
     pages = [{"_id": f"p{place}", "title": "", "text": f"all about {place}"} for place in range(len(queries))]
-    asked = [{"_id": f"q{place}", "text": text} for place, text in enumerate(queries)]
-    for name, rows_ in (("corpus", pages), ("queries", asked)):
+    query_rows = [{"_id": f"q{place}", "text": text} for place, text in enumerate(queries)]
+    for name, rows_ in (("corpus", pages), ("queries", query_rows)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows_))
     for split, numbers in splits.items():
         lines = ["query-id\tcorpus-id\tscore", *(f"q{place}\tp{place}\t1" for place in numbers)]
@@ -321,10 +321,10 @@ def test_a_damaged_test_split_is_not_replaced_by_the_training_data(tmp_path: Pat
 def test_baselines_belong_to_the_current_held_out_set(table: Path, tmp_path: Path) -> None:
     """A run that resumes with another number of held-out queries or candidate pages."""
     for settings in ({"num_eval": 2}, {"num_eval": 4}, {"num_eval": 4, "rerank": 3}):
-        told = {"data_path": str(table), "method": "cross", "num_candidates": 8, **settings}
-        task, other = prepared(tmp_path, **told), prepared(tmp_path / str(len(settings)), **told)
-        found = [np.load(each.folder / "found_by_words.npy") for each in (task, other)]
-        assert np.array_equal(*found) and len(found[0]) == settings["num_eval"]
+        values = {"data_path": str(table), "method": "cross", "num_candidates": 8, **settings}
+        task, other = prepared(tmp_path, **values), prepared(tmp_path / str(len(settings)), **values)
+        result = [np.load(each.folder / "found_by_words.npy") for each in (task, other)]
+        assert np.array_equal(*result) and len(result[0]) == settings["num_eval"]
         assert task.baseline_metrics(1) == other.baseline_metrics(1)
         shutil.rmtree(tmp_path / str(len(settings)))
 
@@ -338,11 +338,11 @@ def test_hard_candidates_come_from_one_section(tmp_path: Path) -> None:
     lines = "".join(json.dumps(package) + "\n" for package in packages_)
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache" / PACKAGES_FILE).write_bytes(gzip.compress(lines.encode()))
-    told: dict[str, Any] = {"data_path": "debian", "hard_candidates": True, "cache_dir": str(tmp_path / "cache")}
-    for num_candidates, found in ((None, 5), (30, 30), (50, 40)):
-        task = prepared(tmp_path, **told, num_eval=5, num_candidates=num_candidates)
+    values: dict[str, Any] = {"data_path": "debian", "hard_candidates": True, "cache_dir": str(tmp_path / "cache")}
+    for num_candidates, result in ((None, 5), (30, 30), (50, 40)):
+        task = prepared(tmp_path, **values, num_eval=5, num_candidates=num_candidates)
         sections = [packages_[number][1] for number in task.matching("eval").candidates.tolist()]
-        assert len(sections) == found and set(sections) == {"net"}
+        assert len(sections) == result and set(sections) == {"net"}
 
 
 def test_missing_negatives_are_not_announced(table: Path, tmp_path: Path) -> None:
@@ -398,7 +398,7 @@ def runs(pairs: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Out
     common |= {"disable_dropout": True, "log_every": 1, "tensorboard": False, "lr_schedule": "constant"}
     cross = {"method": "cross", "num_negatives": 2, "rerank": 12}
     new = {"padding": "none"} if transformers.__version__ >= "5" else {}
-    asked = {
+    layouts = {
         "one": (1, {"batch_size": 14}),
         "two": (2, {"batch_size": 3, "length_groups": 2}),
         "three": (3, {"batch_size": 5, "strategy": "fsdp", "length_groups": 7}),
@@ -410,7 +410,7 @@ def runs(pairs: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Out
         "cross two": (2, cross | {"batch_size": 3, "length_groups": 2}),
     }
     return many_runs(
-        [Run(name, name, world, common | each, recipe="seo") for name, (world, each) in asked.items()], root
+        [Run(name, name, world, common | each, recipe="seo") for name, (world, each) in layouts.items()], root
     )
 
 
@@ -479,10 +479,10 @@ def test_a_loras_checkpoints_do_not_contain_base_weights(pairs: Path, tmp_path: 
     common |= {"query_length": 16, "save_every": 1, "learning_rate": 1e-2, "lr_schedule": "constant", "nproc": 1}
     for method in ("bi", "cross"):
         at_once, in_two = tmp_path / f"{method} at once", tmp_path / f"{method} in two"
-        told = common | {"method": method, "num_negatives": 2 if method == "cross" else 0}
-        train("seo", **told, max_steps=3, output_dir=str(at_once))
+        reported = common | {"method": method, "num_negatives": 2 if method == "cross" else 0}
+        train("seo", **reported, max_steps=3, output_dir=str(at_once))
         for steps in (2, 3):
-            train("seo", **told, max_steps=steps, output_dir=str(in_two))
+            train("seo", **reported, max_steps=steps, output_dir=str(in_two))
         kept = load_whole(in_two / "checkpoints" / step_folder(3), "model.")
         assert kept and all("lora_" in name or "modules_to_save" in name for name in kept), list(kept)
         export_run(at_once, tmp_path / f"{method} one")
@@ -495,7 +495,7 @@ def test_a_loras_checkpoints_do_not_contain_base_weights(pairs: Path, tmp_path: 
     weights = load_file(base / "model.safetensors")
     save_file({name: 1.1 * weight for name, weight in weights.items()}, base / "model.safetensors", {"format": "pt"})
     with pytest.raises(ConfigError, match="this run's LoRA was trained with different base weights"):
-        train("seo", **told, max_steps=4, output_dir=str(in_two))
+        train("seo", **reported, max_steps=4, output_dir=str(in_two))
     with pytest.raises(ConfigError, match="this run's LoRA was trained with different base weights"):
         export_run(in_two, tmp_path / "other")
 

@@ -49,21 +49,21 @@ def random_case(seed: int, num_queries: int = 30, num_pages: int = 400) -> tuple
 def test_a_small_ranking_matches_a_hand_calculation() -> None:
     # Ranking: 2, 0, 1, 3. For query 0, page 0 is second; for query 1, page 3 (grade 1) is last and page 2 (grade 3)
     # first.
-    found = measured([[0.8, 0.5, 0.9, 0.1]] * 2, {0: {0: 1}, 1: {2: 3, 3: 1}}, keep=10)
-    assert found["MRR@10"] == pytest.approx((1 / 2 + 1) / 2)
+    metrics = measured([[0.8, 0.5, 0.9, 0.1]] * 2, {0: {0: 1}, 1: {2: 3, 3: 1}}, keep=10)
+    assert metrics["MRR@10"] == pytest.approx((1 / 2 + 1) / 2)
     # The gains are the grades, and the ideal order is 3, 1.
     ideal = 3 + 1 / math.log2(3)
-    assert found["NDCG@10"] == pytest.approx((1 / math.log2(3) + (3 + 1 / math.log2(5)) / ideal) / 2)
-    assert found["Recall@1"] == pytest.approx((0 + 1 / 2) / 2)
-    assert found["Recall@10"] == 1
-    assert "Recall@100" not in found  # unknown if only ten pages are kept
+    assert metrics["NDCG@10"] == pytest.approx((1 / math.log2(3) + (3 + 1 / math.log2(5)) / ideal) / 2)
+    assert metrics["Recall@1"] == pytest.approx((0 + 1 / 2) / 2)
+    assert metrics["Recall@10"] == 1
+    assert "Recall@100" not in metrics  # unknown if only ten pages are kept
 
 
 def test_a_page_below_the_cutoff_counts_as_missed() -> None:
     scores = [[float(-page) for page in range(30)]]
-    found = measured(scores, {0: {5: 1, 20: 1, 999: 1}}, keep=10)
-    assert found["Recall@10"] == pytest.approx(1 / 3)
-    assert found["NDCG@10"] == pytest.approx((1 / math.log2(7)) / (1 + 1 / math.log2(3) + 1 / 2))
+    metrics = measured(scores, {0: {5: 1, 20: 1, 999: 1}}, keep=10)
+    assert metrics["Recall@10"] == pytest.approx(1 / 3)
+    assert metrics["NDCG@10"] == pytest.approx((1 / math.log2(7)) / (1 + 1 / math.log2(3) + 1 / 2))
 
 
 def test_queries_without_a_relevant_page_are_not_in_the_mean() -> None:
@@ -92,10 +92,10 @@ def test_metrics_equal_those_of_sentence_transformers() -> None:
         precision_recall_at_k=[1, 10, 100],
         map_at_k=[10],
     )
-    found = [
+    result = [
         [{"corpus_id": str(page), "score": float(score)} for page, score in enumerate(row)] for row in scores.tolist()
     ]
-    theirs = evaluator.compute_metrics(found)
+    theirs = evaluator.compute_metrics(result)
     ours = top.compute()
     assert ours["MRR@10"] == pytest.approx(theirs["mrr@k"][10])
     assert ours["NDCG@10"] == pytest.approx(theirs["ndcg@k"][10])
@@ -168,20 +168,20 @@ def test_tfidf_equals_scikit_learns_cosine_similarity(sublinear: bool) -> None:
     pages = reference.fit_transform(PAGES)
     ours = TfIdf(PAGES, sublinear)
     for query in ("chess for friends", "FONTS fonts the", "größer Compiler unknown", "nothing known: qwertz", ""):
-        wanted = (reference.transform([query]) @ pages.T).toarray()[0]
+        target = (reference.transform([query]) @ pages.T).toarray()[0]
         if query.startswith("nothing known"):
-            assert wanted.max() > 0
-        np.testing.assert_allclose(ours.scores(query), wanted, atol=1e-6)
+            assert target.max() > 0
+        np.testing.assert_allclose(ours.scores(query), target, atol=1e-6)
 
 
 def test_bm25_matches_a_hand_calculation() -> None:
-    found = BM25(PAGES, k1=0.9, b=0.4).scores("chess chess unknown")
+    result = BM25(PAGES, k1=0.9, b=0.4).scores("chess chess unknown")
     lengths = [len(words_of(page)) for page in PAGES]
     idf = math.log(1 + (7 - 3 + 0.5) / (3 + 0.5))
     for page, count in ((1, 1), (2, 3), (6, 1)):
         norm = 0.9 * (1 - 0.4 + 0.4 * lengths[page] / (sum(lengths) / 7))
-        assert found[page] == pytest.approx(2 * idf * count / (count + norm), rel=1e-6)
-    assert found[[0, 3, 4, 5]].max() == 0
+        assert result[page] == pytest.approx(2 * idf * count / (count + norm), rel=1e-6)
+    assert result[[0, 3, 4, 5]].max() == 0
 
 
 def made(num_pages: int) -> tuple[list[str], list[str], dict[int, dict[int, float]]]:
@@ -194,19 +194,19 @@ def made(num_pages: int) -> tuple[list[str], list[str], dict[int, dict[int, floa
 
 def test_lexical_baselines_find_pages_that_share_words_and_random_ranking_does_not() -> None:
     queries, pages, judged = made(500)
-    found = baselines(queries, pages, judged)
-    assert found["tfidf"]["MRR@10"] > 0.9
-    assert found["bm25"]["MRR@10"] > 0.9
-    assert found["random"]["MRR@10"] == pytest.approx(sum(1 / place for place in range(1, 11)) / 500)
+    result = baselines(queries, pages, judged)
+    assert result["tfidf"]["MRR@10"] > 0.9
+    assert result["bm25"]["MRR@10"] > 0.9
+    assert result["random"]["MRR@10"] == pytest.approx(sum(1 / place for place in range(1, 11)) / 500)
     # A page that shares no word with the query is never found, however few pages there are.
     assert baselines(["nowhere"], ["some words"], {0: {0: 1.0}})["bm25"]["MRR@10"] == 0
 
 
 def test_random_rankings_have_the_predicted_mean_metrics() -> None:
     judged = {query: {0: 1.0, 1: 2.0, 2: 0.0} for query in range(4000)}
-    found = measured(np.random.default_rng(0).random((4000, 30)).tolist(), judged)
+    metrics = measured(np.random.default_rng(0).random((4000, 30)).tolist(), judged)
     for name, expected in by_chance(judged, 30).items():
-        assert found[name] == pytest.approx(expected, abs=0.015)
+        assert metrics[name] == pytest.approx(expected, abs=0.015)
 
 
 def test_baselines_computed_in_blocks_on_several_ranks_equal_those_of_one_block(
@@ -224,7 +224,7 @@ def test_baselines_computed_in_blocks_on_several_ranks_equal_those_of_one_block(
 
 def two_ranks(queries: list[str], pages: list[str], judged: dict[int, dict[int, float]]) -> dict[str, dict[str, float]]:
     """Runs baselines() on two simulated ranks that take turns, each computed before the other gathers its result."""
-    said: list[list[bytes]] = [[], []]
+    output: list[list[bytes]] = [[], []]
 
     class Ended(Exception):
         pass
@@ -234,11 +234,11 @@ def two_ranks(queries: list[str], pages: list[str], judged: dict[int, dict[int, 
 
         def gather(value: object) -> list[object]:
             turn = next(place)
-            if turn == len(said[rank]):
-                said[rank].append(pickle.dumps(value))
-            if turn == len(said[1 - rank]):
+            if turn == len(output[rank]):
+                output[rank].append(pickle.dumps(value))
+            if turn == len(output[1 - rank]):
                 raise Ended
-            return [pickle.loads(said[0][turn]), pickle.loads(said[1][turn])]
+            return [pickle.loads(output[0][turn]), pickle.loads(output[1][turn])]
 
         try:
             return baselines(queries, pages, judged, Work(Path(), _part=rank, _parts=2, _gather=gather))

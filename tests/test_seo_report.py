@@ -70,9 +70,9 @@ def site(tmp_path: Path) -> Path:
 def said_by(arguments: Sequence[str | Path], capsys: pytest.CaptureFixture[str]) -> str:
     """The one-line error of a command."""
     assert main(["seo", *map(str, arguments)]) == 2
-    told = capsys.readouterr()
-    assert told.out == "" and told.err.count("\n") == 1, told
-    return told.err
+    output = capsys.readouterr()
+    assert output.out == "" and output.err.count("\n") == 1, output
+    return output.err
 
 
 def report_of(folder: Path) -> dict[str, Any]:
@@ -81,8 +81,8 @@ def report_of(folder: Path) -> dict[str, Any]:
 
 
 def failed(report: dict[str, Any], page: str) -> dict[str, str]:
-    [found] = [each for each in report["pages"] if each["page"] == page]
-    return {check["name"]: check["found"] for check in found["checks"] if check["passed"] is False}
+    [result] = [each for each in report["pages"] if each["page"] == page]
+    return {check["name"]: check["found"] for check in result["checks"] if check["passed"] is False}
 
 
 def test_without_a_run_the_report_contains_only_rule_based_checks(
@@ -226,7 +226,7 @@ def test_processing_in_blocks_does_not_change_the_order() -> None:
     drawn = np.random.default_rng(0)
     scores = drawn.integers(0, 5, (4, 50)).astype(np.float32)  # with many equals
     scores[0, 7] = np.nan
-    wanted = [
+    target = [
         [page for page in np.argsort(-row, kind="stable")[:10].tolist() if np.isfinite(row[page])] for row in scores
     ]
     for size in (1, 7, 50):
@@ -234,9 +234,9 @@ def test_processing_in_blocks_does_not_change_the_order() -> None:
         for first in range(0, 50, size):
             pages = range(first, min(first + size, 50))
             best.add(range(4), pages, scores[:, first : first + size])
-        assert [[page for page, _ in best.pages_of(query)] for query in range(4)] == wanted
-        found = [query for query, _ in best.queries_of(3)]
-        assert found == np.argsort(-scores[:, 3], kind="stable")[:3].tolist()
+        assert [[page for page, _ in best.pages_of(query)] for query in range(4)] == target
+        result = [query for query, _ in best.queries_of(3)]
+        assert result == np.argsort(-scores[:, 3], kind="stable")[:3].tolist()
 
 
 def test_content_of_pages_is_escaped_in_the_report(site: Path, tmp_path: Path) -> None:
@@ -276,24 +276,24 @@ def test_a_keyword_is_checked_on_its_own_page_only(tmp_path: Path, by_file: bool
         Path(keywords).write_text("page,keyword\nbuy.html,descale kettle\n,repair kettle\ngone.html,toaster\n")
     assert main(["seo", str(site), "--output", str(tmp_path / "out"), "--keywords", keywords]) == 0
     report = report_of(tmp_path / "out")
-    found = {
+    result = {
         page["page"]: [check["name"] for check in page["checks"] if check["name"].startswith("keyword")]
         for page in report["pages"]
     }
     home = "buy.html" if by_file else "descale.html"
     expected: dict[str, list[str]] = {"buy.html": [], "descale.html": [], "repair.html": ["keyword: repair kettle"]}
-    assert found == expected | {home: ["keyword: descale kettle"]}
-    said = " ".join(report["remarks"])
-    assert "“repair kettle”: checked on repair.html" in said
-    assert ("--keywords names gone.html" if by_file else "“toaster”: no page contains any of its words") in said
+    assert result == expected | {home: ["keyword: descale kettle"]}
+    output = " ".join(report["remarks"])
+    assert "“repair kettle”: checked on repair.html" in output
+    assert ("--keywords names gone.html" if by_file else "“toaster”: no page contains any of its words") in output
 
 
 def test_an_unreachable_site_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))  # and does not listen
         address = f"http://127.0.0.1:{closed.getsockname()[1]}/"
-        said = said_by([address, "--fetch", "--output", tmp_path / "out"], capsys)
-    assert "the page cannot be read: could not be fetched" in said and "no report was written" in said
+        output = said_by([address, "--fetch", "--output", tmp_path / "out"], capsys)
+    assert "the page cannot be read: could not be fetched" in output and "no report was written" in output
     assert not (tmp_path / "out").exists()
 
 
@@ -338,7 +338,7 @@ def test_mistakes_are_one_line(site: Path, tmp_path: Path, capsys: pytest.Captur
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.json").write_text(json.dumps({"recipe": "Seo", "config": {"task": "rank"}, "sources": {}}))
     (tmp_path / "table.csv").write_text("query\nx\n")
-    for words, said in [
+    for words, output in [
         ([tmp_path / "none"], "no such file or folder"),
         ([tmp_path / "nothing"], "it has no pages"),
         ([empty], "no usable page"),
@@ -353,7 +353,7 @@ def test_mistakes_are_one_line(site: Path, tmp_path: Path, capsys: pytest.Captur
         (["https://a.example/"], "pass --fetch"),
         (["file:///etc/passwd", "--fetch"], "is not an http(s) URL"),
     ]:
-        assert said in said_by([*words, *out], capsys), words
+        assert output in said_by([*words, *out], capsys), words
     assert not (tmp_path / "out").exists()
     assert "is a file" in said_by([site, "--output", queries / "x"], capsys)
 
@@ -384,11 +384,11 @@ class Web:
     """A small web server that records its requests."""
 
     def __init__(self) -> None:
-        asked: list[str] = []
+        requests: list[str] = []
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                asked.append(self.path)
+                requests.append(self.path)
                 port = self.server.server_address[1]
                 body, code, headers = html(f"Page {self.path}", "Words of a page. " * 40).encode(), 200, {}
                 if self.path == "/gone":
@@ -435,7 +435,7 @@ class Web:
                 with suppress(OSError):  # the client has closed the connection
                     super().handle()
 
-        self.asked = asked
+        self.asked = requests
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.address = f"http://127.0.0.1:{self.server.server_port}"
         Thread(target=self.server.serve_forever, daemon=True).start()
@@ -599,8 +599,8 @@ def type_in(browser: Browser, what: str, value: str, event: str) -> None:
 
 
 def test_a_browser_shows_the_report_without_requests_or_foreign_scripts(shown: Browser) -> None:
-    asked = [e["params"]["request"]["url"] for e in shown.events if e["method"] == "Network.requestWillBeSent"]
-    assert len(asked) == 1 and asked[0].endswith("report.html")
+    urls = [e["params"]["request"]["url"] for e in shown.events if e["method"] == "Network.requestWillBeSent"]
+    assert len(urls) == 1 and urls[0].endswith("report.html")
     wrong = [e["params"] for e in shown.events if e["method"] in ("Log.entryAdded", "Runtime.exceptionThrown")]
     assert not wrong and not [e for e in shown.events if e["method"] == "Page.javascriptDialogOpening"]
     assert shown.ask("document.querySelectorAll('script').length") == 1

@@ -60,8 +60,8 @@ def test_calibration_error_matches_a_hand_calculation() -> None:
     probabilities = np.array([[0.9, 0.1], [0.9, 0.1], [0.35, 0.65], [0.3, 0.7]])
     labels = np.array([0, 1, 1, 1])
     # 0.9 occurs twice and is right once; 0.65 and 0.7 are in separate ranges, and right.
-    wanted = (2 * abs(0.9 - 0.5) + 0.35 + 0.3) / 4
-    assert calibrating.expected_calibration_error(probabilities, labels) == pytest.approx(wanted)
+    expected = (2 * abs(0.9 - 0.5) + 0.35 + 0.3) / 4
+    assert calibrating.expected_calibration_error(probabilities, labels) == pytest.approx(expected)
     rows = calibrating.reliability(probabilities, labels)
     assert [row["pages"] for row in rows] == [1, 1, 2]
     assert rows[-1]["accuracy"] == 0.5
@@ -80,9 +80,9 @@ def test_metrics_are_the_same_over_any_number_of_ranks() -> None:
 
     whole = empty()
     whole.update(torch.arange(number), logits, labels, lengths)
-    found = whole.compute()
-    assert {"AUC", "F1", "accuracy", "log_loss", "ECE", "ECE_calibrated"} <= found.keys()
-    assert {"accuracy_majority", "F1_majority", "AUC_length", "log_loss_length"} <= found.keys()
+    result = whole.compute()
+    assert {"AUC", "F1", "accuracy", "log_loss", "ECE", "ECE_calibrated"} <= result.keys()
+    assert {"accuracy_majority", "F1_majority", "AUC_length", "log_loss_length"} <= result.keys()
     for ranks in (2, 3):
         parts = [empty() for _ in range(ranks)]
         for turn, batch in enumerate(torch.from_numpy(rng.permutation(number)).split(7)):
@@ -91,7 +91,7 @@ def test_metrics_are_the_same_over_any_number_of_ranks() -> None:
         merged = copy.deepcopy(parts[-1]).cpu()
         for part in parts[:-1]:
             merged.merge_state(pickle.loads(pickle.dumps(part)))
-        assert merged.compute() == found
+        assert merged.compute() == result
     whole.reset()
     assert not whole.update_called
 
@@ -121,37 +121,37 @@ def overconfident(number: int, factor: float) -> tuple[np.ndarray, np.ndarray]:
 
 def test_temperature_undoes_overconfidence_and_changes_no_decision() -> None:
     logits, labels = overconfident(4000, factor=3)
-    found = fit(logits, labels, Calibration(names=["a", "b", "c"]))
-    assert found.temperature == pytest.approx(3, rel=0.1)
-    assert found.measured["ECE_calibrated"] < 0.04 < found.measured["ECE"]
-    assert found.measured["log_loss_calibrated"] < found.measured["log_loss"]
-    assert found.measured["pages"] == 2000
-    assert (found.probabilities(logits).argmax(1) == logits.argmax(1)).all()
+    fitted = fit(logits, labels, Calibration(names=["a", "b", "c"]))
+    assert fitted.temperature == pytest.approx(3, rel=0.1)
+    assert fitted.measured["ECE_calibrated"] < 0.04 < fitted.measured["ECE"]
+    assert fitted.measured["log_loss_calibrated"] < fitted.measured["log_loss"]
+    assert fitted.measured["pages"] == 2000
+    assert (fitted.probabilities(logits).argmax(1) == logits.argmax(1)).all()
 
 
 def test_temperature_is_the_one_with_the_least_log_loss() -> None:
     logits, labels = overconfident(300, factor=0.5)
-    found = fit_temperature(logits, labels)
+    fitted = fit_temperature(logits, labels)
 
     def loss(temperature: float) -> float:
         return calibrating.log_loss(calibrating.softmax(logits / temperature), labels)
 
-    assert all(loss(found) <= loss(found * factor) for factor in (0.5, 0.9, 0.97, 1.03, 1.1, 2))
+    assert all(loss(fitted) <= loss(fitted * factor) for factor in (0.5, 0.9, 0.97, 1.03, 1.1, 2))
     assert fit_temperature(np.zeros((30, 2)), np.arange(30) % 2) == 1
 
 
 def test_a_model_that_is_always_right_does_not_become_certain() -> None:
     labels = np.arange(100) % 2
-    found = fit(np.eye(2)[labels] * 3, labels, Calibration(names=["a", "b"]))
-    assert 0.95 < found.probabilities(np.array([[3.0, 0.0]]))[0, 0] < 0.99
+    fitted = fit(np.eye(2)[labels] * 3, labels, Calibration(names=["a", "b"]))
+    assert 0.95 < fitted.probabilities(np.array([[3.0, 0.0]]))[0, 0] < 0.99
 
 
 def test_the_isotonic_curve_removes_a_bias() -> None:
     rng = np.random.default_rng(6)
     outputs = rng.standard_normal(1000)
     labels = 100 + 20 * np.tanh(2 * outputs) + rng.standard_normal(1000)
-    found = fit(outputs, labels, Calibration(mean=100, std=20))
-    assert found.measured["RMSE_calibrated"] < 2 < found.measured["RMSE"]
+    fitted = fit(outputs, labels, Calibration(mean=100, std=20))
+    assert fitted.measured["RMSE_calibrated"] < 2 < fitted.measured["RMSE"]
 
 
 def test_calibration_works_with_few_pages_and_alternating_labels() -> None:
@@ -166,9 +166,9 @@ def test_calibration_works_with_few_pages_and_alternating_labels() -> None:
 def test_calibration_survives_a_round_trip_and_a_damaged_file_is_rejected(tmp_path: Path) -> None:
     assert Calibration.read(tmp_path) is None
     logits, labels = overconfident(200, factor=2)
-    found = fit(logits, labels, Calibration(names=["a", "b", "c"]))
-    found.write(tmp_path)
-    assert Calibration.read(tmp_path) == found
+    fitted = fit(logits, labels, Calibration(names=["a", "b", "c"]))
+    fitted.write(tmp_path)
+    assert Calibration.read(tmp_path) == fitted
     for content in (
         "{",
         "[]",
@@ -195,10 +195,10 @@ def write_pages(file: Path, number: int, kind: str, seed: int = 0) -> Path:
         writer.writerow(["text", "label"])
         for _ in range(number):
             good = int(rng.choice([0, 3] if kind == "class" else 4))
-            told = [*rng.choice(GOOD, good), *rng.choice(BAD, 3 - good), *rng.choice(OTHER, rng.integers(2, 40))]
-            rng.shuffle(told)
+            reported = [*rng.choice(GOOD, good), *rng.choice(BAD, 3 - good), *rng.choice(OTHER, rng.integers(2, 40))]
+            rng.shuffle(reported)
             labels = {"class": "good" if good >= 2 else "spam", "number": 100.5 + 10 * good}
-            writer.writerow([" ".join(told), labels[kind]])
+            writer.writerow([" ".join(reported), labels[kind]])
     return file
 
 
@@ -230,8 +230,8 @@ def evaluated(task: Score, model: torch.nn.Module) -> dict[str, float]:
     assert data is not None
     for start in range(0, len(data), 16):
         items = [data[index] for index in range(start, min(start + 16, len(data)))]
-        found = task.evaluate(model, task.collate(items), Noise(0, torch.arange(len(items))))
-    return found["scores"].compute()
+        result = task.evaluate(model, task.collate(items), Noise(0, torch.arange(len(items))))
+    return result["scores"].compute()
 
 
 @pytest.fixture(scope="module")
@@ -243,11 +243,11 @@ def classes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Score, torch.nn.M
 
 def test_classes_are_learned_and_beat_the_baselines(classes: Any) -> None:
     task, model, _ = classes
-    found = evaluated(task, model)
-    assert found["AUC"] > 0.97
-    assert found["accuracy"] > 0.9 > 0.7 > found["accuracy_majority"]
-    assert found["AUC_length"] < 0.7
-    assert "ECE_calibrated" in found
+    result = evaluated(task, model)
+    assert result["AUC"] > 0.97
+    assert result["accuracy"] > 0.9 > 0.7 > result["accuracy_majority"]
+    assert result["AUC_length"] < 0.7
+    assert "ECE_calibrated" in result
 
 
 def test_an_exported_classifier_loads_with_the_same_outputs(classes: Any, tmp_path: Path) -> None:
@@ -263,9 +263,9 @@ def test_an_exported_classifier_loads_with_the_same_outputs(classes: Any, tmp_pa
     assert loaded.config.id2label == {0: "good", 1: "spam"}
     texts = ["fast clear useful water", "casino winner pills and stone under trees"]
     with torch.no_grad():
-        given = tokenizer(texts, padding=True, return_tensors="pt")
-        logits = loaded(input_ids=given["input_ids"], attention_mask=given["attention_mask"]).logits
-        ours = model(input_ids=given["input_ids"], attention_mask=given["attention_mask"]).logits
+        inputs = tokenizer(texts, padding=True, return_tensors="pt")
+        logits = loaded(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
+        ours = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
     torch.testing.assert_close(logits, ours)
     assert [loaded.config.id2label[int(number)] for number in logits.argmax(1)] == ["good", "spam"]
     calibration = Calibration.read(tmp_path / "out")
@@ -278,8 +278,8 @@ def test_an_exported_classifier_loads_with_the_same_outputs(classes: Any, tmp_pa
 
 def test_export_calibrates_as_the_evaluation_does(classes: Any) -> None:
     task, model, _ = classes
-    found = evaluated(task, model)
-    assert task.calibration(model).measured["ECE_calibrated"] == pytest.approx(found["ECE_calibrated"], abs=1e-5)
+    result = evaluated(task, model)
+    assert task.calibration(model).measured["ECE_calibrated"] == pytest.approx(result["ECE_calibrated"], abs=1e-5)
 
 
 def test_loss_is_a_sum_that_padding_does_not_change(classes: Any) -> None:
@@ -301,11 +301,11 @@ def test_two_ranks_give_the_metrics_of_one_process(tmp_path: Path) -> None:
     words += ["--nproc", 2, "--global_batch_size", 16, "--max_steps", 3, "--num_workers", 0, "--eval_batch_size", 8]
     ended = unisono(*words, "--output_dir", tmp_path / "run", cwd=tmp_path, OMP_NUM_THREADS="1")
     assert ended.code == 0, ended.err
-    told = [line for line in lines(tmp_path / "run") if "eval/RMSE" in line][-1]
+    reported = [line for line in lines(tmp_path / "run") if "eval/RMSE" in line][-1]
     again = prepared(tmp_path, data_path=str(file), num_eval=51)
     _, model, _ = load_trained(tmp_path / "run")
     for name, value in evaluated(again, model).items():
-        assert told[f"eval/{name}"] == pytest.approx(value, abs=1e-4), name
+        assert reported[f"eval/{name}"] == pytest.approx(value, abs=1e-4), name
 
 
 def test_pages_of_similar_length_are_batched_together(classes: Any) -> None:
@@ -326,10 +326,10 @@ def test_numbers_are_standardised_for_training_and_returned_in_the_labels_unit(t
     kept = json.loads((tmp_path / "prepared" / "calibration.json").read_text())
     assert kept["mean"] == pytest.approx(115.5, abs=1.5) and kept["std"] == pytest.approx(11, abs=1)
     model = trained(task, 50)
-    found = evaluated(task, model)
-    assert found["Spearman"] > 0.85 > 0.4 > found["Spearman_length"]
-    assert found["RMSE"] < 0.6 * found["RMSE_mean"]
-    assert found["RMSE_mean"] == pytest.approx(11, abs=1.5)
+    result = evaluated(task, model)
+    assert result["Spearman"] > 0.85 > 0.4 > result["Spearman_length"]
+    assert result["RMSE"] < 0.6 * result["RMSE_mean"]
+    assert result["RMSE_mean"] == pytest.approx(11, abs=1.5)
     task.export(model, tmp_path / "out")
     calibration = Calibration.read(tmp_path / "out")
     assert calibration is not None and calibration.numbers
@@ -358,8 +358,8 @@ def test_a_separate_evaluation_set_uses_the_same_classes(tmp_path: Path) -> None
     task = prepared(tmp_path, data_path=str(train), eval_data_path=str(held_out))
     assert len(task.dataset("train")) == 80 and len(task.dataset("eval")) == 40
     with held_out.open() as file:
-        wanted = [["good", "spam"].index(row["label"]) for row in csv.DictReader(file)]
-    assert task.dataset("eval").labels.tolist() == wanted
+        expected = [["good", "spam"].index(row["label"]) for row in csv.DictReader(file)]
+    assert task.dataset("eval").labels.tolist() == expected
     strange = tmp_path / "strange.csv"
     strange.write_text("text,label\n" + "some words,good\nother words,awful\n" * 5)
     with pytest.raises(ConfigError, match="'awful' does not occur in data_path"):

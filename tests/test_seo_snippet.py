@@ -113,12 +113,12 @@ def test_the_lead_is_the_first_sentence() -> None:
 
 
 def test_a_snippet_is_compared_with_the_lead() -> None:
-    found = text_metrics("Apples of Rome", "Apples grow in Rome since 1900. More.", "Apples of Rome", "title")
-    assert found["rouge_l"] == (1.0, 1)
-    assert 0 < found["rouge_l_lead"][0] < 1
-    assert found["fits"] == found["fits_lead"] == (1.0, 1)
-    assert found["numbers_copied"] == (0, 0)
-    assert found["numbers_copied_lead"] == (1, 1)
+    result = text_metrics("Apples of Rome", "Apples grow in Rome since 1900. More.", "Apples of Rome", "title")
+    assert result["rouge_l"] == (1.0, 1)
+    assert 0 < result["rouge_l_lead"][0] < 1
+    assert result["fits"] == result["fits_lead"] == (1.0, 1)
+    assert result["numbers_copied"] == (0, 0)
+    assert result["numbers_copied_lead"] == (1, 1)
     assert text_metrics("x" * 61, "Page.", "Page", "title")["fits"] == (0.0, 1)
     assert text_metrics("x" * 61, "Page.", "Page", "description")["fits"] == (1.0, 1)
     assert text_metrics("", "Page.", "Page", "title")["fits"] == (0.0, 1)  # an empty text fits
@@ -205,18 +205,18 @@ def test_a_stop_request_to_one_rank_does_not_leave_others_waiting(tmp_path: Path
 
 
 def in_two_threads(data: Path, folder: Path, when: int) -> list[Any]:
-    together, said = threading.Barrier(2, timeout=10), [None, None]
+    together, output = threading.Barrier(2, timeout=10), [None, None]
     ended: list[Any] = [None, None]
 
     def rank(part: int) -> None:
         looks = itertools.count(1)
 
         def gather(value: Any) -> list[Any]:
-            said[part] = value
+            output[part] = value
             together.wait()
-            found = list(said)
+            result = list(output)
             together.wait()
-            return found
+            return result
 
         work = Work(folder, part, 2, lambda: part == 0 and next(looks) >= when, _gather=gather)
         task = Snippet(Config(task="snippet", model_name="tiny", data_path=str(data), num_eval=4))
@@ -295,12 +295,12 @@ def test_a_trained_model_writes_better_snippets_than_the_lead(tmp_path: Path, ki
     task.before_evaluation(model)
     data = task.dataset("eval")
     with torch.no_grad():
-        found = task.evaluate(model, task.collate([data[number] for number in range(4)]), noise(4))
-    means = {name: float(total) / float(count) for name, (total, count) in found.items()}
+        metrics = task.evaluate(model, task.collate([data[number] for number in range(4)]), noise(4))
+    means = {name: float(total) / float(count) for name, (total, count) in metrics.items()}
     assert means["rouge_l"] > means["rouge_l_lead"] + 0.3
     assert means["fits"] == 1
-    assert "numbers_copied" not in found  # the text has no numbers, so there is no fraction
-    assert found["rouge_l"][1] == 4
+    assert "numbers_copied" not in metrics  # the text has no numbers, so there is no fraction
+    assert metrics["rouge_l"][1] == 4
     shown = task.preview(model, 1)
     assert shown is not None
     assert task._held_out[0][1] in shown["titles.txt"]
@@ -337,9 +337,9 @@ def test_an_exported_model_generates_the_same_in_transformers(tmp_path: Path, lo
     task.export(model, tmp_path / "out")
     again: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     reader = AutoTokenizer.from_pretrained(tmp_path / "out")
-    told = json.loads((tmp_path / "out" / "snippet.json").read_text())
+    content = json.loads((tmp_path / "out" / "snippet.json").read_text())
     page = "This page is about doors in Oslo."
-    ids = reader(page + told["put_after_the_page"], return_tensors="pt")["input_ids"]
+    ids = reader(page + content["put_after_the_page"], return_tensors="pt")["input_ids"]
     made = again.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)[
         0, ids.shape[1] :
     ]

@@ -219,11 +219,11 @@ def test_data_of_one_shape_is_split_like_data_without_shapes(
 
 def sizes_by_turn(data: Cut, world: int, micro_batch: int) -> list[list[str]]:
     """For each turn, what the ranks compute: 2f is two videos, p an image, - a dummy."""
-    found = []
+    result = []
     for turn in zip(*data.chunks(world, micro_batch), strict=True):
         words = ["-" if chunk.is_dummy else f"{len(chunk.positions)}{chunk.shape}" for chunk in turn]
-        found.append(sorted(words))
-    return found
+        result.append(sorted(words))
+    return result
 
 
 @pytest.mark.parametrize(
@@ -286,9 +286,9 @@ def test_a_rank_without_samples_computes_the_cheapest_sample_of_the_step() -> No
 
 def test_the_cost_of_a_sample_is_given_or_follows_from_its_shape() -> None:
     def costs(data: Cut) -> list[float]:
-        found = shapes_of(data, Order(len(data.shapes), 0, shuffle=False))
-        assert found is not None
-        return [group.each for group in found.groups(range(len(data.shapes)))]
+        result = shapes_of(data, Order(len(data.shapes), 0, shuffle=False))
+        assert result is not None
+        return [group.each for group in result.groups(range(len(data.shapes)))]
 
     assert costs(Cut([(2, 3), (2, 5), 7])) == [6, 10, 7]
     assert costs(Cut(["small", (2, "large"), None, (0, 3)])) == [1, 1, 1, 1]
@@ -318,11 +318,11 @@ def test_a_trial_uses_the_costliest_micro_batch_of_the_dataset() -> None:
     data = Cut([*"pppppppppp", "f", "q", "q", "q", "q", "f"], {"p": 1.0, "q": 4.0, "f": 10.0})
 
     def tried(micro_batch: int, mixed: bool = True, **more: Any) -> list[tuple[list[int], Hashable]]:
-        found = []
+        result = []
         for cursor in data.cursors(2, micro_batch, kind=TrialCursor, global_batch=4, **more):
-            found.append([(list(chunk.positions), chunk.shape) for chunk in cursor.chunks()])
-        assert found[0] == found[1] or not mixed
-        return found[0]
+            result.append([(list(chunk.positions), chunk.shape) for chunk in cursor.chunks()])
+        assert result[0] == result[1] or not mixed
+        return result[0]
 
     assert tried(1) == [([10], "f")] * 2
     assert tried(3) == [([10, 15], "f")] * 2  # there are no more than two
@@ -336,9 +336,9 @@ def test_out_of_memory_halves_the_size_that_was_really_tried() -> None:
     costs = {"p": 1.0, "f": 20.0}
 
     def at_once(samples: str, world: int, micro_batch: int) -> int:
-        found = {cursor.most_at_once() for cursor in Cut(list(samples), costs).cursors(world, micro_batch)}
-        assert len(found) == 1
-        return found.pop()
+        result = {cursor.most_at_once() for cursor in Cut(list(samples), costs).cursors(world, micro_batch)}
+        assert len(result) == 1
+        return result.pop()
 
     assert at_once("ffpppppppp", 1, 8) == 2  # the two videos, not the eight images
     assert at_once("fppp", 1, 8) == 3  # a single video cannot be split
@@ -359,12 +359,12 @@ def cursor(data: Any, rank: int = 0, world: int = 1, start: int = 0) -> Cursor:
 
 
 def read(data: Films, where: Cursor, workers: int = 0) -> list[MicroBatch]:
-    told: list[str] = []
-    loader = Loader(data, _stacked, ORDER, where, DataSettings(num_workers=workers), False, told.append)
+    messages: list[str] = []
+    loader = Loader(data, _stacked, ORDER, where, DataSettings(num_workers=workers), False, messages.append)
     with closing(loader):
-        found = list(loader)
-    assert len(told) == getattr(data, "deaths", 0), told
-    return found
+        result = list(loader)
+    assert len(messages) == getattr(data, "deaths", 0), messages
+    return result
 
 
 def _stacked(items: list[dict[str, Any]]) -> dict[str, Any]:
@@ -506,31 +506,31 @@ def name_of(world: int, strategy: str, size: int) -> str:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     root = tmp_path_factory.mktemp("shapes")
     one = RUN | {"strategy": "single", "batch_size": 1}
-    asked = [Run("nothing known of shapes", "plain", 1, one, recipe="OneByOne")]
+    run_list = [Run("nothing known of shapes", "plain", 1, one, recipe="OneByOne")]
     for world, strategy, size in WAYS:
         name = name_of(world, strategy, size)
         saves = {"save_every": 1, "keep_last": 0} if (world, strategy, size) == (2, "ddp", 2) else {}
         way = {"strategy": strategy, "batch_size": size} | saves
-        asked.append(Run(name, name, world, RUN | way, recipe="Mixed"))
+        run_list.append(Run(name, name, world, RUN | way, recipe="Mixed"))
     for name, (world, ways) in DISTURBED.items():
-        asked.append(Run(name, name, world, RUN | {"batch_size": 7} | ways, recipe="Mixed"))
+        run_list.append(Run(name, name, world, RUN | {"batch_size": 7} | ways, recipe="Mixed"))
     workers = {"strategy": "ddp", "batch_size": 2, "num_workers": 2}
-    asked.append(Run("workers", "workers", 2, RUN | workers, recipe="Mixed"))
+    run_list.append(Run("workers", "workers", 2, RUN | workers, recipe="Mixed"))
     hardly = {"strategy": "ddp", "batch_size": 2, "guard_steps": 1}
-    asked.append(Run("hardly guarded", "hardly guarded", 3, RUN | hardly, recipe="Mixed"))
-    asked.append(
+    run_list.append(Run("hardly guarded", "hardly guarded", 3, RUN | hardly, recipe="Mixed"))
+    run_list.append(
         Run("auto", "auto", 2, RUN | {"strategy": "ddp", "batch_size": 4, "micro_batch": "auto"}, recipe="Mixed")
     )
     for step in RESUMED:
         again = Copy(name_of(2, "ddp", 2), step)
-        asked.append(Run(f"resumed @{step}", f"resumed @{step}", 1, {"strategy": "single"}, again, recipe="Mixed"))
-    args = {"runs": [asdict(run) for run in asked], "root": str(root)}
+        run_list.append(Run(f"resumed @{step}", f"resumed @{step}", 1, {"strategy": "single"}, again, recipe="Mixed"))
+    args = {"runs": [asdict(run) for run in run_list], "root": str(root)}
     results = run_ranks("train_mixed", __file__, 3, args)
     return {
         run.name: Outcome(
             root / run.folder, root / "records" / run.name, [results[rank][run.name] for rank in range(run.world)]
         )
-        for run in asked
+        for run in run_list
     }
 
 
@@ -595,8 +595,8 @@ def test_out_of_memory_leads_to_smaller_micro_batches(runs: dict[str, Outcome], 
 def test_auto_tries_the_costliest_samples_first_and_changes_nothing(runs: dict[str, Outcome]) -> None:
     run = runs["auto"]
     assert_same(run, runs["nothing known of shapes"])
-    (found,) = run.events("micro_batch")
-    assert found["micro_batch"] == 4 and found["trials"] == 3  # 1, 2, 4
+    (result,) = run.events("micro_batch")
+    assert result["micro_batch"] == 4 and result["trials"] == 3  # 1, 2, 4
     data = MixedFilms(NUM)
     for mine in micro_batches(run):
         trials = mine[:6]  # each with two micro-batches
@@ -633,16 +633,16 @@ def test_every_sample_of_any_shape_is_evaluated_once(
 def test_an_evaluation_groups_a_limited_number_of_samples_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = {}
+    result = {}
     for grouped in (2**16, 4):
         monkeypatch.setattr(evaluate, "_GROUPED", grouped)
         record = tmp_path / f"record {grouped}"
-        told = {"num_eval": 9, "eval_every": 1, "max_steps": 1, "gpus": "0", "batch_size": 4, "record": str(record)}
-        found[grouped] = train(Mixed, **told, output_dir=str(tmp_path / str(grouped))).metrics
+        values = {"num_eval": 9, "eval_every": 1, "max_steps": 1, "gpus": "0", "batch_size": 4, "record": str(record)}
+        result[grouped] = train(Mixed, **values, output_dir=str(tmp_path / str(grouped))).metrics
         calls = [json.loads(line) for line in (record / "eval.0").read_text().splitlines()]
         assert sorted(i for ids in calls for i in ids) == list(range(9))
     assert all(max(ids) // 4 == min(ids) // 4 for ids in calls)
-    assert found[4] == pytest.approx(found[2**16], rel=1e-6)
+    assert result[4] == pytest.approx(result[2**16], rel=1e-6)
 
 
 @pytest.mark.slow

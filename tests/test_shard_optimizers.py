@@ -139,11 +139,11 @@ def test_a_stored_moment_is_the_nearest_that_codes_can_express(bits: int, signed
     values = values if signed else values.square()
     codes, scales = storage.encode(values)
     decoded = storage.decode(codes, scales, 301)
-    for row, found in zip(values, decoded, strict=True):
+    for row, actual in zip(values, decoded, strict=True):
         for start in range(0, 301, size := 256 if bits == 8 else 128):
             block = row[start : start + size]
             nearest = (block[:, None] / block.abs().max() - book).abs().min(dim=1).values * block.abs().max()
-            torch.testing.assert_close((found[start : start + size] - block).abs(), nearest, rtol=1e-6, atol=1e-12)
+            torch.testing.assert_close((actual[start : start + size] - block).abs(), nearest, rtol=1e-6, atol=1e-12)
 
 
 @pytest.mark.parametrize("bits", [8, 4])

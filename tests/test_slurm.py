@@ -203,8 +203,8 @@ def test_scancel_ends_the_job_for_good_with_a_checkpoint(slurm: Slurm, tmp_path:
 
 
 def job(**more: Any) -> BatchJob:
-    given = {"job_name": "tiny", "folder": "/work", "output_dir": "run", "python": "python3", "train": ["a.py:A"]}
-    return BatchJob(**{**given, "ntasks_per_node": 1, **more})
+    inputs = {"job_name": "tiny", "folder": "/work", "output_dir": "run", "python": "python3", "train": ["a.py:A"]}
+    return BatchJob(**{**inputs, "ntasks_per_node": 1, **more})
 
 
 @pytest.mark.parametrize(

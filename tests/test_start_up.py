@@ -412,6 +412,6 @@ class OneFile:
 def test_loading_reads_weights_into_host_memory_in_pieces(tmp_path: Path) -> None:
     file = tmp_path / "weights.safetensors"
     save_file({f"{n}.weight": torch.randn(rows, 4096).bfloat16() for n, rows in enumerate((15360, 1024))}, file)
-    [found] = run_ranks("peak_of_a_load", __file__, 1, {"file": str(file)})
-    assert found["meta"] < 32 and found["cpu"] < 32 and found["right"], found
-    assert found["cpu at the end"] > 250, found
+    [actual] = run_ranks("peak_of_a_load", __file__, 1, {"file": str(file)})
+    assert actual["meta"] < 32 and actual["cpu"] < 32 and actual["right"], actual
+    assert actual["cpu at the end"] > 250, actual

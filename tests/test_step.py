@@ -40,22 +40,22 @@ def ids_of_step(step: int) -> list[int]:
 
 def sample_only_in(*steps: int) -> str:
     """For each step, a sample that enters none of the other first 6 steps."""
-    found = []
+    result = []
     for step in steps:
         others = {i for other in range(1, 7) if other not in steps for i in ids_of_step(other)}
-        found.append(next(i for i in ids_of_step(step) if i not in others))
-    return ",".join(map(str, found))
+        result.append(next(i for i in ids_of_step(step) if i not in others))
+    return ",".join(map(str, result))
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
-    asked: list[Run] = []
+    run_list: list[Run] = []
 
     def add(name: str, world: int, *settings: dict[str, Any], recipe: str = "Sentences") -> None:
         merged: dict[str, Any] = {}
         for part in settings:
             merged |= part
-        asked.append(Run(name, name, world, merged, recipe=recipe))
+        run_list.append(Run(name, name, world, merged, recipe=recipe))
 
     for name, clip in CLIPS.items():
         for world, strategy in PLACES:
@@ -91,7 +91,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     add("float32 plain", 1, RUN, {"dtype": "float32"})
     add("cosine", 2, RUN, {"strategy": "ddp", "lr_schedule": "cosine", "warmup_steps": 2, "learning_rate": 0.01})
     add("scaled", 1, RUN, {"lr_scaling": "sqrt", "lr_scaling_batch": 24, "learning_rate": 0.01})
-    return many_runs(asked, tmp_path_factory.mktemp("step"))
+    return many_runs(run_list, tmp_path_factory.mktemp("step"))
 
 
 def train_by_hand(
@@ -109,8 +109,8 @@ def train_by_hand(
         for step in range(1, 6):
             batch = recipe.collate([data[i] for i in ids_of_step(step)])
             batch["jitter"] = batch["jitter"].double()
-            found = recipe.loss(model, batch, Noise(0, torch.arange((step - 1) * 6, step * 6)))
-            mean = found.total / found.count
+            loss = recipe.loss(model, batch, Noise(0, torch.arange((step - 1) * 6, step * 6)))
+            mean = loss.total / loss.count
             mean.backward()
             norm = nn.utils.clip_grad_norm_(model.parameters(), clip or math.inf)
             update.step()

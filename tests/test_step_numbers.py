@@ -48,8 +48,8 @@ RUNS = {
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
-    wanted = [Run(name, name, world, COMMON | each, recipe="Layers") for name, (world, each) in RUNS.items()]
-    return many_runs(wanted, tmp_path_factory.mktemp("numbers"))
+    run_list = [Run(name, name, world, COMMON | each, recipe="Layers") for name, (world, each) in RUNS.items()]
+    return many_runs(run_list, tmp_path_factory.mktemp("numbers"))
 
 
 def operations(line: dict[str, Any]) -> float:

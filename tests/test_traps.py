@@ -85,8 +85,8 @@ def test_the_best_checkpoint_does_not_swap_weights_and_average(folder: Path) -> 
     step = json.loads((folder / "best/checkpoints/best.json").read_text())["step"]
     for prefix in ("model.", "ema."):
         expected = load_whole(folder / f"plain/checkpoints/step_{step:08d}", prefix)
-        found = load_whole(folder / f"best/checkpoints/step_{step:08d}", prefix)
-        assert all(torch.equal(expected[name], found[name]) for name in expected), prefix
+        result = load_whole(folder / f"best/checkpoints/step_{step:08d}", prefix)
+        assert all(torch.equal(expected[name], result[name]) for name in expected), prefix
 
 
 def test_resuming_from_an_earlier_step_renames_later_checkpoints_and_continues_on_the_new_branch(folder: Path) -> None:
@@ -136,12 +136,12 @@ def test_unusable_folders_are_rejected_before_anything_begins(folder: Path) -> N
     words = ["train", "trap.py:Trap", "--max_steps", "1", "--eval_every", "-1"]
     assert unisono(*words, "--config", settings, cwd=folder, HOME=str(home)).code == 0
     assert (home / "runs/a/run.json").exists() and not (folder / "~").exists()
-    for name, said in (
+    for name, text in (
         ("~nobody-of-this-name/a", "no such user"),
         (b"e_\xff".decode(errors="surrogateescape"), "UTF-8"),
     ):
         ended = unisono(*words, "--output_dir", name, cwd=folder)
-        assert ended.code == 2 and said in ended.err and len(ended.err.splitlines()) == 1, ended.err
+        assert ended.code == 2 and text in ended.err and len(ended.err.splitlines()) == 1, ended.err
 
 
 def test_a_run_with_odd_starts_in_its_record_can_resume(folder: Path) -> None:
@@ -233,9 +233,9 @@ def test_recomputed_blocks_get_their_keyword_arguments(compiled: bool, monkeypat
     recompute_activations(block)
     if compiled:
         block.compile(backend="eager")
-    said = block(x, early_stop=3.0, mask=mask)
-    said.sum().backward()
-    assert said.tolist() == [3.0, 0.0, 6.0] and x.grad is not None and x.grad.tolist() == [3.0, 0.0, 6.0]
+    text = block(x, early_stop=3.0, mask=mask)
+    text.sum().backward()
+    assert text.tolist() == [3.0, 0.0, 6.0] and x.grad is not None and x.grad.tolist() == [3.0, 0.0, 6.0]
     assert block(x, early_stop=2.0).tolist() == [2.0, 2.0, 2.0] and block(x=x).tolist() == [1.0, 1.0, 1.0]
     seen: list[Any] = []
     plain = repeated.checkpoint

@@ -80,14 +80,14 @@ def conclusion(verdict: Verdict, capsys: Any, precision: str = "float64") -> tup
 
 
 def test_quantised_products_are_compared_in_float64(run_verify: Verify) -> None:
-    told: list[str] = []
+    messages: list[str] = []
     size, batch = ("--quantize_min_size", "16"), ("--batch_size", "6")
     for flags in (("--mixed_precision", "fp8"), ("--quantize", "int8", "--quantize_weight_gradient", "true")):
-        verdict = run_verify("LanguageModel", *flags, *size, *batch, strategies=("ddp", "fsdp"), told=told)
+        verdict = run_verify("LanguageModel", *flags, *size, *batch, strategies=("ddp", "fsdp"), told=messages)
         assert all(result.same for result in verdict.results)
     micro_batches = [result.variant.micro_batch for result in verdict.results]
     assert micro_batches == [1] * 4, "micro-batches of one sample, because the result depends on them"
-    assert sum("depends on the micro-batches by design" in line for line in told) == 1
+    assert sum("depends on the micro-batches by design" in line for line in messages) == 1
 
 
 def test_an_invariant_recipe_is_the_same_run_on_one_and_two_ranks(tmp_path: Path) -> None:
@@ -212,14 +212,14 @@ def test_runs_of_verify_do_not_affect_each_other(run_verify: Verify) -> None:
 
 
 def test_an_invalid_call_is_rejected_before_anything_else_is_printed(run_verify: Verify, tmp_path: Path) -> None:
-    told: list[str] = []
+    messages: list[str] = []
     with pytest.raises(UserError, match='dataset\\("train"\\) is empty'):
-        run_verify("Empty", told=told)
+        run_verify("Empty", told=messages)
     with pytest.raises(UserError, match=r"got 'adamm'"):
-        run_verify("Honest", "--optimizer", "adamm", told=told)
-    assert not told
-    run_verify("Honest", ranks=(1,), told=told)
-    assert len(told) == 3
+        run_verify("Honest", "--optimizer", "adamm", told=messages)
+    assert not messages
+    run_verify("Honest", ranks=(1,), told=messages)
+    assert len(messages) == 3
 
 
 def test_ending_verify_ends_its_processes(tmp_path: Path) -> None:

@@ -61,25 +61,25 @@ def paths(root: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def runs(root: Path) -> dict[str, Outcome]:
     teacher = {"teacher_path": str(root / "2.1"), "data_path": str(root / "prompts.txt")}
-    asked = []
+    run_list = []
     for name in ("auto", *NAMES):
         base = {"base_precision": name}
-        asked.append(Run(f"lora {name}", f"runs/lora {name}", 1, FLOW | paths(root) | base, recipe="wan-flow"))
+        run_list.append(Run(f"lora {name}", f"runs/lora {name}", 1, FLOW | paths(root) | base, recipe="wan-flow"))
         teacher_run = DISTILL | teacher | base
-        asked.append(Run(f"teacher {name}", f"runs/teacher {name}", 1, teacher_run, recipe="wan-distill"))
+        run_list.append(Run(f"teacher {name}", f"runs/teacher {name}", 1, teacher_run, recipe="wan-distill"))
     nf4 = {"base_precision": "nf4"}
-    asked.append(Run("lora, 2 ranks", "runs/lora, 2 ranks", 2, FLOW | paths(root) | nf4 | FSDP, recipe="wan-flow"))
+    run_list.append(Run("lora, 2 ranks", "runs/lora, 2 ranks", 2, FLOW | paths(root) | nf4 | FSDP, recipe="wan-flow"))
     longer = FLOW | paths(root) | nf4 | {"max_steps": 4}
-    asked.append(Run("straight on", "runs/straight on", 1, longer, recipe="wan-flow"))
-    asked.append(Run("resumed", "runs/lora, 2 ranks", 1, longer, recipe="wan-flow"))
+    run_list.append(Run("straight on", "runs/straight on", 1, longer, recipe="wan-flow"))
+    run_list.append(Run("resumed", "runs/lora, 2 ranks", 1, longer, recipe="wan-flow"))
     online, shared = DISTILL | teacher | nf4 | ONLINE, {"teacher_device_strategy": "balanced", "strategy": "ddp"}
-    asked.append(Run("online", "runs/online", 1, online, recipe="wan-distill"))
-    asked.append(Run("shared", "runs/shared", 2, online | shared | {"batch_size": 2}, recipe="wan-distill"))
+    run_list.append(Run("online", "runs/online", 1, online, recipe="wan-distill"))
+    run_list.append(Run("shared", "runs/shared", 2, online | shared | {"batch_size": 2}, recipe="wan-distill"))
     full = FLOW | paths(root) | nf4 | {"lora_rank": 0}
-    asked.append(Run("nothing frozen", "runs/nothing frozen", 1, full, recipe="wan-flow"))
+    run_list.append(Run("nothing frozen", "runs/nothing frozen", 1, full, recipe="wan-flow"))
     both = DISTILL | teacher | nf4 | {"teacher_dtype": "float8"}
-    asked.append(Run("both", "runs/both", 1, both, recipe="wan-distill"))
-    return many_runs(asked, root)
+    run_list.append(Run("both", "runs/both", 1, both, recipe="wan-distill"))
+    return many_runs(run_list, root)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -64,8 +64,8 @@ def compare_gradients() -> dict[str, float]:
         for block in together.blocks if recomputed else ():
             recompute_activations(block)
         expected = gradient_of(divided(alone, heads), alone, times)
-        found = gradient_of(together, context, times)
-        differences[name] = float((expected - found).norm() / expected.norm())
+        result = gradient_of(together, context, times)
+        differences[name] = float((expected - result).norm() / expected.norm())
         with context.apart():
             torch.testing.assert_close(gradient_of(divided(context, heads), context, times), expected)
     dist.destroy_process_group()
@@ -184,9 +184,9 @@ def test_ranks_that_share_a_sample_train_like_one(name: str, alone: str, runs: d
     one, other = runs[alone], runs[name]
     assert "error" not in other.main, other.main
     torch.testing.assert_close(other.losses(), one.losses(), rtol=2e-5, atol=0)
-    expected, found = one.evaluations()[-1], other.evaluations()[-1]
+    expected, result = one.evaluations()[-1], other.evaluations()[-1]
     for key in {"eval/loss", "eval/velocity_cosine", "eval/velocity_error", "eval/latent_error"} & expected.keys():
-        assert found[key] == pytest.approx(expected[key], rel=1e-3), key
+        assert result[key] == pytest.approx(expected[key], rel=1e-3), key
     previews = [{file.name for file in (run.folder / "previews").glob("step_00000004*")} for run in (one, other)]
     assert previews[0] and previews[0] == previews[1]
 
@@ -194,9 +194,9 @@ def test_ranks_that_share_a_sample_train_like_one(name: str, alone: str, runs: d
 @pytest.mark.parametrize("name", ["distill, 1 x 2", "distill, 1 x 3"])
 def test_the_hidden_state_loss_covers_all_tokens(name: str, runs: dict[str, Outcome]) -> None:
     # 0 at first: the student begins as a copy of the teacher.
-    expected, found = ([step["feature_loss"] for step in runs[each].steps()[1:]] for each in ("distill", name))
+    expected, result = ([step["feature_loss"] for step in runs[each].steps()[1:]] for each in ("distill", name))
     assert min(expected) > 0
-    assert found == pytest.approx(expected, rel=1e-3)
+    assert result == pytest.approx(expected, rel=1e-3)
 
 
 def test_a_sample_with_too_few_tokens_is_refused(runs: dict[str, Outcome]) -> None:

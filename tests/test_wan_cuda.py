@@ -177,8 +177,8 @@ def test_kernels_compute_what_plain_torch_does_for_the_widths_of_every_wan() -> 
         for name, variants in inputs.items():
             operation = getattr(again if name.endswith("_again") else operations, name)
             for inside in variants:
-                for found, expected in zip(operation(*on_gpu(inside)), operation(*inside), strict=True):
-                    assert (found.cpu() - expected).norm() <= 1e-5 * expected.norm(), (name, width)
+                for result, expected in zip(operation(*on_gpu(inside)), operation(*inside), strict=True):
+                    assert (result.cpu() - expected).norm() <= 1e-5 * expected.norm(), (name, width)
 
 
 def on_gpu(value: Any) -> Any:

@@ -365,9 +365,9 @@ def test_losses_by_noise_level_are_in_tensorboard(root: Path, tmp_path: Path) ->
     unisono.train("wan-flow", output_dir=str(tmp_path / "run"), **{**COMMON, **values})
     board = EventAccumulator(str(tmp_path / "run" / "tb"))
     board.Reload()
-    (found,) = [line for line in lines(tmp_path / "run") if "eval/loss" in line]
+    (actual,) = [line for line in lines(tmp_path / "run") if "eval/loss" in line]
     for name in ("eval/loss_by_level", "eval/sigma_by_level"):
-        first, middle, last = found[name]
+        first, middle, last = actual[name]
         drawn = [board.Scalars(f"{name}/{which}")[0].value for which in ("first", "mean", "last")]
         assert drawn == pytest.approx([first, (first + middle + last) / 3, last])
 

@@ -424,17 +424,17 @@ def test_a_killed_run_generates_nothing_twice(root: Path, tmp_path: Path) -> Non
 
 def test_losses_match_their_formulas() -> None:
     torch.manual_seed(0)
-    said, teacher, data, noise, point = torch.randn(5, 2, 3, 1, 2, 2)
+    output, teacher, data, noise, point = torch.randn(5, 2, 3, 1, 2, 2)
     sigma = torch.tensor([0.25, 1.0])
 
     def mean(value: Tensor) -> Tensor:
         return value.square().flatten(1).mean(1)
 
-    torch.testing.assert_close(losses.velocity_matching(said, teacher), mean(said - teacher))
-    torch.testing.assert_close(losses.flow_matching(said, data, noise), mean(said - (noise - data)))
-    torch.testing.assert_close(losses.trajectory_matching(said, teacher), mean(said - teacher))
-    reached = point - sigma.view(2, 1, 1, 1, 1) * said
-    torch.testing.assert_close(losses.few_step_regression(point, said, sigma, data), mean(reached - data) / 2)
+    torch.testing.assert_close(losses.velocity_matching(output, teacher), mean(output - teacher))
+    torch.testing.assert_close(losses.flow_matching(output, data, noise), mean(output - (noise - data)))
+    torch.testing.assert_close(losses.trajectory_matching(output, teacher), mean(output - teacher))
+    reached = point - sigma.view(2, 1, 1, 1, 1) * output
+    torch.testing.assert_close(losses.few_step_regression(point, output, sigma, data), mean(reached - data) / 2)
     ours, theirs = [torch.randn(2, 4, 3) for _ in range(2)], [torch.randn(2, 4, 3) for _ in range(2)]
     expected = sum(((a - b) ** 2).sum((1, 2)) / (b**2).sum((1, 2)) for a, b in zip(ours, theirs, strict=True)) / 2
     torch.testing.assert_close(losses.feature_matching(ours, theirs), expected)
@@ -584,8 +584,8 @@ def test_a_fresh_student_starts_with_a_zero_output_layer(runs: dict[str, Outcome
 def test_every_line_is_a_prompt_and_duplicates_are_removed(tmp_path: Path) -> None:
     file = tmp_path / "p.txt"
     file.write_bytes(b"\xef\xbb\xbfa red ball\r\n\r\n  \r\nzwei B\xc3\xa4lle\na red ball\n")
-    found, remarks = read_prompts(str(file), "data_path")
-    assert found == ["a red ball", "zwei Bälle"]
+    actual, remarks = read_prompts(str(file), "data_path")
+    assert actual == ["a red ball", "zwei Bälle"]
     assert remarks == ["data_path: 1 duplicate prompts are ignored"]
 
 

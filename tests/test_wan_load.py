@@ -460,7 +460,7 @@ def test_a_new_lora_leaves_the_outputs_unchanged_and_only_its_weights_train() ->
     layers = 2 * (4 + 4 + 2)  # per block: two attentions and the feed-forward layers
     assert len(trainable) == 2 * layers
     assert "blocks.0.attn1.to_q.lora_A.default.weight" in trainable
-    assert {told for name, _ in made.named_parameters() if (told := base_name(name))} == set(plain.state_dict())
+    assert {reported for name, _ in made.named_parameters() if (reported := base_name(name))} == set(plain.state_dict())
 
 
 def test_a_lora_is_the_same_on_meta_on_the_cpu_and_on_half_precision_weights() -> None:

@@ -166,7 +166,11 @@ def test_caption_dropout_replaces_the_captions_of_single_samples_by_the_empty_on
     dropped = (texts == 7).all((1, 2))
     assert ((texts == 1).all((1, 2)) | dropped).all() and 80 < dropped.sum() < 160
     flow.loss(
-        KnownOutput(torch.zeros(1, 4, 1, 2, 2)), torch.zeros(1, 4, 1, 2, 2), text[:1], empty, Noise(0, torch.tensor([9]))
+        KnownOutput(torch.zeros(1, 4, 1, 2, 2)),
+        torch.zeros(1, 4, 1, 2, 2),
+        text[:1],
+        empty,
+        Noise(0, torch.tensor([9])),
     )
 
 
