@@ -48,12 +48,19 @@ def load(
         raise CheckpointError(f"{path} cannot be loaded: {error}") from None
 
 
-def load_whole(path: Path, prefix: str) -> dict[str, torch.Tensor]:
-    """Loads whole tensors to the CPU, by name without `prefix` ("model.", "ema."); skips names without this prefix."""
+def load_whole(path: Path, prefix: str, without: Collection[str] = ()) -> dict[str, torch.Tensor]:
+    """Loads whole tensors to the CPU, by name without `prefix` ("model.", "ema."); skips names without this prefix.
+
+    Does not load the tensors called `without`.
+    """
     if (reason := validate(path, deep=False)) is not None:
         raise CheckpointError(f"{path} cannot be loaded: {reason}")
     contents = contents_of(path)
-    shapes = {name: shape for name, shape in contents.shapes.items() if name.startswith(prefix)}
+    shapes = {
+        name: shape
+        for name, shape in contents.shapes.items()
+        if name.startswith(prefix) and name.removeprefix(prefix) not in without
+    }
     tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
     fill(contents, tensors)
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}

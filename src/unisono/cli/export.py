@@ -14,13 +14,18 @@ def main(argv: list[str]) -> int:
     parser.add_argument("run", type=Path, metavar="RUN", help="the run folder")
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="output folder, which must be new or empty")
     parser.add_checkpoint_arguments()
+    parser.add_argument(
+        "--format",
+        metavar="NAME",
+        help="format of the files, for recipes with several: wan-flow and wan-distill have diffusers, native (the Wan "
+        "repository's) and comfyui (default: the recipe decides)",
+    )
     options = parser.parse(argv)
     if options.folder.exists() and (not options.folder.is_dir() or any(options.folder.iterdir())):
         raise UserError(f"{options.folder} exists and is not an empty folder; export to a new or empty folder")
     from unisono.engine.export import export_run
 
-    description = export_run(
-        options.run, options.folder, step=options.step, weights=options.weights, reference=options.recipe
-    )
+    choice = {"step": options.step, "weights": options.weights, "reference": options.recipe}
+    description = export_run(options.run, options.folder, **choice, file_format=options.format)
     print(f"{description} written to {options.folder}")
     return EXIT_DONE

@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -39,15 +40,24 @@ _MOST_RETRIES_S = 60.0  # seconds to retry if the run deletes checkpoints before
 
 
 def export_run(
-    run: Path, folder: Path, *, step: str | None = None, weights: str = "auto", reference: str | None = None
+    run: Path,
+    folder: Path,
+    *,
+    step: str | None = None,
+    weights: str = "auto",
+    reference: str | None = None,
+    file_format: str | None = None,
 ) -> str:
     """Exports a run's checkpoint to `folder`; returns a description of the weights it wrote.
 
-    `reference` names the recipe; by default, run.json names it.
+    `reference` names the recipe; by default, run.json names it. `file_format` is one of the recipe's export_formats.
     """
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file; export to a folder")
+    if file_format is not None:
+        _check_format(_recipe_of(run, reference)[1], file_format)
     recipe, model, description = load_trained(run, step=step, weights=weights, reference=reference, keep_dtype=True)
+    recipe.export_format = file_format
     try:
         with _all_or_nothing(folder):
             recipe.export(model, folder)
@@ -96,10 +106,7 @@ def load_trained(
 
     If `keep_dtype` is set, a model that was trained in float64 stays float64; otherwise it has the recipe's dtypes.
     """
-    record = RunFolder.read(run)
-    if record is None:
-        raise UserError(f"{run} is not a run folder (no run.json)")
-    recipe_class = load_recipe(reference or _recipe_in(record, run))
+    record, recipe_class = _recipe_of(run, reference)
     if not all(isinstance(record.get(name), dict) for name in ("config", "sources")):
         raise UserError(f"{run}: run.json lacks the settings of the run; it is damaged")
     resolved = settings_in(record, (Settings, recipe_class.Config))
@@ -109,6 +116,7 @@ def load_trained(
     recipe.prepared, recipe.base_precision = run / "prepared", resolved.values["base_precision"]
     model = recipe.model()
     initial = recipe.weights(model)
+    _share_saved(model, state)
     if initial is None:
         materialize(model, resolved.values["seed"])
     else:
@@ -129,6 +137,21 @@ def load_trained(
         prune_weights(model)
     dequantize(model, torch.float64 if keep_dtype and resolved.values["dtype"] == "float64" else torch.float32)
     return recipe, model.eval(), f"{'averaged ' if is_average else ''}weights of {checkpoint.name}"
+
+
+def _recipe_of(run: Path, reference: str | None) -> tuple[dict[str, Any], type[Recipe]]:
+    """The contents of a run's run.json, and the class of its recipe."""
+    record = RunFolder.read(run)
+    if record is None:
+        raise UserError(f"{run} is not a run folder (no run.json)")
+    return record, load_recipe(reference or _recipe_in(record, run))
+
+
+def _check_format(recipe_class: type[Recipe], file_format: str) -> None:
+    formats = recipe_class.export_formats
+    if file_format not in formats:
+        choice = f"choose {', '.join(formats)}" if formats else "this recipe has only one format: remove --format"
+        raise UserError(f"--format {file_format}: {choice}")
 
 
 def _read_checkpoint(
@@ -166,9 +189,24 @@ def _weights_of(checkpoint: Path, weights: str) -> tuple[dict[str, Tensor], bool
     has_average = any(name.startswith("ema.") for name in describe(checkpoint))
     if weights == "ema" and not has_average:
         raise UserError(f"{checkpoint} has no moving average; train with --ema_decay, or export --weights model")
-    state = load_whole(checkpoint, "model.")
     is_average = weights != "model" and has_average
-    return (state | load_whole(checkpoint, "ema.") if is_average else state), is_average
+    average = load_whole(checkpoint, "ema.") if is_average else {}
+    return load_whole(checkpoint, "model.", without=average) | average, is_average
+
+
+def _share_saved(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Gives weights on the meta device the tensors of the checkpoint themselves, so that memory holds them only once.
+
+    A weight that several modules share is left on meta, and so is one with another shape or dtype in the checkpoint.
+    """
+    uses = Counter(id(weight) for module in model.modules() for weight in module._parameters.values())
+    for name, parameter in list(model.named_parameters()):
+        saved = state.get(name)
+        if saved is None or not parameter.is_meta or uses[id(parameter)] > 1:
+            continue
+        if saved.shape == parameter.shape and saved.dtype == parameter.dtype:
+            owner, _, short = name.rpartition(".")
+            setattr(model.get_submodule(owner), short, nn.Parameter(saved, requires_grad=parameter.requires_grad))
 
 
 class _SavedWeights:

@@ -354,6 +354,12 @@ class Recipe:
 
     _over_ranks: Callable[..., list[Any]] = staticmethod(lambda function, items: [function(item) for item in items])
 
+    export_formats: ClassVar[Sequence[str]] = ()
+    """Names of the formats that export() can write, for `unisono export --format`; empty if there is only one."""
+
+    export_format: str | None = None
+    """The chosen one of `export_formats`, set before export() is called; None: the recipe decides."""
+
     def export(self, model: nn.Module, folder: Path) -> None:
         """Writes the trained weights in the ecosystem's format; by default one safetensors file."""
         from safetensors.torch import save_model

@@ -21,6 +21,7 @@ class WanRecipe(Recipe):
 
     verify_precision: ClassVar[str] = "float32"  # diffusers' norms always compute in float32
     supports_context_parallel: ClassVar[bool] = True
+    export_formats: ClassVar[Sequence[str]] = ("diffusers", "native", "comfyui")
     context_size: int = 1
     """The setting context_parallel: the number of ranks that share each sample."""
 

@@ -9,14 +9,19 @@ from typing import TYPE_CHECKING
 
 from unisono.recipes.wan.export import write_pipeline
 from unisono.recipes.wan.models.experts import HIGH, LOW, Experts
+from unisono.recipes.wan.native_export import write_comfyui, write_native
 from unisono.recipes.wan_distill.settings import HOW_TO_DRAW
 
 if TYPE_CHECKING:
     from unisono.recipes.wan_distill.setup import Setup
 
 
-def write_student(setup: Setup, model: Experts, folder: Path) -> str:
-    """Writes the pipeline to an empty folder; returns a line that describes it and how to use it."""
+def write_student(setup: Setup, model: Experts, folder: Path, file_format: str | None = None) -> str:
+    """Writes the student to an empty folder, by default as a pipeline; returns a line on how to use it."""
+    if file_format == "native":
+        return write_native(folder, dict(model.named_children()), None, setup.encoders.text_length)
+    if file_format == "comfyui":
+        return write_comfyui(folder, dict(model.named_children()), None)
     config, parts, prompt = setup.config, setup.parts, setup.preview_prompts[0]
     others = {name: kind for name, kind in parts.components.items() if name not in (HIGH, LOW, "scheduler")}
     # Does not export the teacher's scheduler, which may be for two experts, or for more steps than the student takes.

@@ -258,4 +258,5 @@ class WanDistill(WanRecipe):
         """Writes a folder for `WanPipeline.from_pretrained`."""
         from unisono.recipes.wan_distill.export import write_student
 
-        print(f"unisono: {write_student(self.setup, model, folder)}", file=sys.stderr)  # type: ignore[arg-type]
+        description = write_student(self.setup, model, folder, self.export_format)  # type: ignore[arg-type]
+        print(f"unisono: {description}", file=sys.stderr)

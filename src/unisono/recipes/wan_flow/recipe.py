@@ -307,7 +307,8 @@ class WanFlow(WanRecipe):
         return previews(self, model)  # type: ignore[arg-type]
 
     def export(self, model: nn.Module, folder: Path) -> None:
-        """Writes a folder for `WanPipeline.from_pretrained`, or LoRA files for `load_lora_weights`."""
+        """Writes the transformers in the chosen format (a pipeline for diffusers by default), or LoRA files."""
         from unisono.recipes.wan_flow.export import write_model
 
-        print(f"unisono: {write_model(self.setup, dict(model.named_children()), folder)}", file=sys.stderr)
+        transformers = dict(model.named_children())
+        print(f"unisono: {write_model(self.setup, transformers, folder, self.export_format)}", file=sys.stderr)

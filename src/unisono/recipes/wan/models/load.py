@@ -42,12 +42,12 @@ _NUMBERS = (
     *("num_layers", "rope_max_seq_len"),
 )
 _NUMBERS_OR_NONE = ("image_dim", "added_kv_proj_dim", "pos_embed_seq_len")
-_EXPERTS = {
+EXPERT_FOLDERS = {
     "transformer": "high_noise_model",
     "transformer_2": "low_noise_model",
 }  # folder names of diffusers, and of the Wan repository
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_HUB_PARTS = ("transformer", "transformer_2", "vae", "text_encoder", "tokenizer", "scheduler", *_EXPERTS.values())
+_HUB_PARTS = ("transformer", "transformer_2", "vae", "text_encoder", "tokenizer", "scheduler", *EXPERT_FOLDERS.values())
 _HUB_KINDS = ("*.json", "*.safetensors", "*.model", "*.txt")
 
 
@@ -84,7 +84,7 @@ def describe(model_path: str | Path, setting: str = "model_path") -> WanFolder:
         return _described_by_weights("file", path, {"transformer": path})
     if (path / "model_index.json").is_file():
         return _pipeline(path, setting)
-    experts = {name: path / theirs for name, theirs in _EXPERTS.items() if (path / theirs).is_dir()}
+    experts = {name: path / theirs for name, theirs in EXPERT_FOLDERS.items() if (path / theirs).is_dir()}
     if experts:
         return _described_by_weights("native", path, experts)
     config = read_json(path / "config.json", dict) if (path / "config.json").is_file() else {}
@@ -131,7 +131,7 @@ def _pipeline(path: Path, setting: str) -> WanFolder:
         for name, value in index.items()
         if isinstance(value, list) and len(value) == 2 and all(value)
     }
-    kinds = {listed[name][1] for name in _EXPERTS if name in listed}
+    kinds = {listed[name][1] for name in EXPERT_FOLDERS if name in listed}
     if kinds != {"WanTransformer3DModel"}:
         for name in (*sorted(kinds), str(index.get("_class_name"))):
             refuse_class(name, f"{setting} {path}")
@@ -139,7 +139,7 @@ def _pipeline(path: Path, setting: str) -> WanFolder:
             f"{setting} {path} is a {shown(index.get('_class_name'))} with "
             f"{', '.join(sorted(kinds)) or 'no transformer'}; expected a Wan pipeline with a WanTransformer3DModel"
         )
-    transformers = {name: path / name for name in _EXPERTS if name in listed}
+    transformers = {name: path / name for name in EXPERT_FOLDERS if name in listed}
     for name, folder in transformers.items():
         if not folder.is_dir():
             raise ConfigError(f"{setting} {path} lists {name}, but has no such folder; copy or download it again")
@@ -190,7 +190,11 @@ def transformer_config(
     if folder.kind in ("pipeline", "transformer"):
         return checked_config(read_json(path / "config.json", dict), str(path / "config.json"), strict=False)
     weights = open_weights(path)
-    return checked_config(config_of(weights.shapes(), weights.label), weights.label)
+    config = path / "config.json"
+    num_heads = read_json(config, dict).get("num_heads", 0) if path.is_dir() and config.is_file() else 0
+    if num_heads and not _is_count(num_heads):
+        raise ConfigError(f"{config}: num_heads {shown(num_heads)}; expected a whole number above 0")
+    return checked_config(config_of(weights.shapes(), weights.label, num_heads), weights.label)
 
 
 def _named_config(model_config: str) -> dict[str, Any]:

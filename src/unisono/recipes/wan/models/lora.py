@@ -107,11 +107,19 @@ def lora_state(transformer: nn.Module) -> dict[str, Tensor]:
     return state
 
 
-def save_lora(folder: Path, high: Mapping[str, Tensor] | None, low: Mapping[str, Tensor] | None = None) -> str:
-    """Writes LoRAs for WanPipeline.load_lora_weights; returns a line that says how to load them.
+def save_lora(
+    folder: Path,
+    high: Mapping[str, Tensor] | None,
+    low: Mapping[str, Tensor] | None = None,
+    file_format: str | None = None,
+) -> str:
+    """Writes LoRAs for WanPipeline.load_lora_weights and for ComfyUI; returns a line that says how to load them.
 
-    `high` is for `transformer` (the only one, or the high-noise expert), `low` for `transformer_2`.
+    `high` is for `transformer` (the only one, or the high-noise expert), `low` for `transformer_2`. `file_format` is
+    diffusers or comfyui; None writes both.
     """
+    if file_format == "native":
+        raise ConfigError("--format native is for whole models; a LoRA has the formats diffusers and comfyui")
     from diffusers import WanPipeline
     from safetensors.torch import save_file
 
@@ -123,12 +131,18 @@ def save_lora(folder: Path, high: Mapping[str, Tensor] | None, low: Mapping[str,
                 raise UserError(f"{file} already exists and is not overwritten; choose another folder")
     how, comfy = [], []
     for part, (place, state) in states.items():
-        # One file per transformer; both call theirs "transformer", as load_into_transformer_2 expects.
-        WanPipeline.save_lora_weights(str(place), transformer_lora_layers=dict(state))
-        save_file(_for_comfy(state), str(place / COMFY_FILE[part]), {"format": "pt"})
-        how.append(f"load_lora_weights({str(place)!r}{', load_into_transformer_2=True' if part == SECOND else ''})")
-        comfy.append(str(place / COMFY_FILE[part]))
-    return f"LoRA: load it with pipeline.{' and pipeline.'.join(how)}; for ComfyUI: {' and '.join(comfy)}"
+        place.mkdir(parents=True, exist_ok=True)
+        if file_format != "comfyui":
+            # One file per transformer; both call theirs "transformer", as load_into_transformer_2 expects.
+            WanPipeline.save_lora_weights(str(place), transformer_lora_layers=dict(state))
+            into = ", load_into_transformer_2=True" if part == SECOND else ""
+            how.append(f"pipeline.load_lora_weights({str(place)!r}{into})")
+        if file_format != "diffusers":
+            save_file(_for_comfy(state), str(place / COMFY_FILE[part]), {"format": "pt"})
+            comfy.append(str(place / COMFY_FILE[part]))
+    uses = [f"load it with {' and '.join(how)}"] if how else []
+    uses += [f"for ComfyUI: {' and '.join(comfy)}"] if comfy else []
+    return f"LoRA: {'; '.join(uses)}"
 
 
 def _for_comfy(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -46,7 +46,10 @@ _INSIDE = {
     **{"norm1": "norm1", "norm2": "norm3", "norm3": "norm2"},
     **{"ffn.0": "ffn.net.0.proj", "ffn.2": "ffn.net.2"},
 }
-_TO_OUTSIDE, _TO_INSIDE = ({ours: theirs for theirs, ours in names.items()} for names in (_OUTSIDE, _INSIDE))
+_TO_OUTSIDE, _TO_INSIDE, _TO_ALONE = (
+    {ours: theirs for theirs, ours in names.items()} for names in (_OUTSIDE, _INSIDE, _ALONE)
+)
+HEAD_WIDTH = 128  # of all published models
 _UNUSED = ".norm_added_q."  # published image-to-video files contain these weights, but no model uses them
 
 
@@ -116,8 +119,23 @@ def native_name(layer: str) -> str | None:
     return f"blocks.{number}.{_TO_INSIDE[rest]}" if rest in _TO_INSIDE else None
 
 
-def config_of(shapes: Shapes, label: str = "the file") -> dict[str, Any]:
-    """The configuration of the transformer with weights of these shapes, as diffusers' arguments."""
+def native_weight_name(name: str) -> str | None:
+    """The Wan repository's name of a weight of diffusers' transformer; None for a weight that it does not have."""
+    if name in _TO_ALONE:
+        return _TO_ALONE[name]
+    layer, _, kind = name.rpartition(".")
+    if kind == "scale_shift_table":
+        return f"{layer}.modulation"
+    theirs = native_name(layer)
+    return None if theirs is None else f"{theirs}.{kind}"
+
+
+def config_of(shapes: Shapes, label: str = "the file", num_heads: int = 0) -> dict[str, Any]:
+    """The configuration of the transformer with weights of these shapes, as diffusers' arguments.
+
+    The shapes of weights do not show the number of heads, because queries are normalised over all heads. If it is 0,
+    heads have the width of those in all published models.
+    """
     try:
         width, in_channels, *patch = shapes["patch_embedding.weight"]
         _, text_dim = shapes[f"{_EMBEDDER}.text_embedder.linear_1.weight"]
@@ -126,19 +144,19 @@ def config_of(shapes: Shapes, label: str = "the file") -> dict[str, Any]:
         out, _ = shapes["proj_out.weight"]
     except (KeyError, ValueError) as error:
         raise ConfigError(f"{label} is not a complete Wan transformer ({error}); copy or download it again") from None
-    if width % 128:
+    if width % (num_heads or HEAD_WIDTH):
         raise ConfigError(
-            f"{label}: width {width} is not a multiple of 128; set model_config, which gives the number of heads"
+            f"{label}: width {width} is not a multiple of {num_heads or HEAD_WIDTH}; set model_config, which gives the "
+            "number of heads"
         )
+    num_heads = num_heads or width // HEAD_WIDTH
     image = shapes.get(f"{_EMBEDDER}.image_embedder.norm1.weight")
     added = shapes.get("blocks.0.attn2.add_k_proj.weight")
     positions = shapes.get(f"{_EMBEDDER}.image_embedder.pos_embed")
     return {
         "patch_size": tuple(patch),
-        # All published models have heads of width 128. The shapes of weights do not show it, because queries are
-        # normalised over all heads.
-        "num_attention_heads": width // 128,
-        "attention_head_dim": 128,
+        "num_attention_heads": num_heads,
+        "attention_head_dim": width // num_heads,
         "in_channels": in_channels,
         "out_channels": out // max(1, math.prod(patch)),
         "text_dim": text_dim,

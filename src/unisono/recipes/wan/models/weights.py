@@ -62,6 +62,11 @@ class Weights:
         file, theirs = self._places[name]
         return self._open(file).entries[theirs].shape
 
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype that `tensor` returns: that of the file, or float32 if the weight has scales."""
+        file, theirs = self._places[name]
+        return torch.float32 if self._scales.get(theirs) else self._open(file).dtype(theirs)
+
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of all weights."""
         return {name: self.shape(name) for name in self._places}
