@@ -114,7 +114,8 @@ def _fields_of(cls: type, title: str, instance: Any) -> list[Field]:
     return fields
 
 
-def _hints(cls: type) -> dict[str, Any]:
+@lru_cache(maxsize=512)  # a start asks for the same classes dozens of times
+def _hints(cls: type) -> Mapping[str, Any]:
     # The fields that a subclass without the decorator adds would silently be lost.
     bare = inspect.get_annotations(cls) and "__dataclass_fields__" not in vars(cls)
     if not dataclasses.is_dataclass(cls) or bare:

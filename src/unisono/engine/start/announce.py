@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -94,11 +95,17 @@ def _defaults_of(recipe_class: type[Recipe]) -> dict[str, Any]:
 
 def _versions() -> dict[str, str]:
     """Versions of the software and the GPU that a run's numbers depend on."""
-    versions_by_name = {"python": platform.python_version(), "torch": torch.__version__}
-    for package in ("unisono", "safetensors", "numpy", "diffusers", "transformers", "peft", "accelerate"):
-        with suppress(PackageNotFoundError):  # reads metadata, because an import would take seconds
-            versions_by_name[package] = version(package)
+    versions_by_name = {"python": platform.python_version(), "torch": torch.__version__} | _package_versions()
     if torch.cuda.is_available():
         versions_by_name["cuda"] = str(torch.version.cuda)
         versions_by_name["gpu"] = torch.cuda.get_device_name()
+    return versions_by_name
+
+
+@cache
+def _package_versions() -> dict[str, str]:
+    versions_by_name = {}
+    for package in ("unisono", "safetensors", "numpy", "diffusers", "transformers", "peft", "accelerate"):
+        with suppress(PackageNotFoundError):  # reads metadata, because an import would take seconds
+            versions_by_name[package] = version(package)
     return versions_by_name
