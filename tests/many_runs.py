@@ -16,11 +16,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -159,6 +160,27 @@ def _copy(source: Path, target: Path, step: int) -> None:
     shutil.copytree(source, target, ignore=shutil.ignore_patterns("checkpoints"))
     name = f"step_{step:08d}"
     shutil.copytree(source / "checkpoints" / name, target / "checkpoints" / name)
+
+
+def slow_unless(values: Iterable[Any], quick: Collection[Any]) -> list[Any]:
+    """Marks all but the `quick` ones of these values of pytest parameters as slow: only `make test-slow` runs them."""
+    return [
+        value
+        if value in quick
+        else pytest.param(*(value if isinstance(value, tuple) else [value]), marks=pytest.mark.slow)
+        for value in values
+    ]
+
+
+def selected(request: pytest.FixtureRequest, *names: str) -> set[Any]:
+    """The values of these parameters in all tests of the requesting module that pytest runs; tuples for several names.
+
+    A fixture trains only the runs that these tests need.
+    """
+    tests = [test for test in request.session.items if test.path == request.path]
+    calls = [test.callspec.params for test in tests if hasattr(test, "callspec")]
+    values = [tuple(call[name] for name in names) for call in calls if all(name in call for name in names)]
+    return {value if len(names) > 1 else value[0] for value in values}
 
 
 def largest_difference(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:

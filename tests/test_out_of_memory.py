@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from command_line import TINY, lines, losses, unisono
-from many_runs import Copy, Outcome, Run, identical, largest_difference, many_runs
+from many_runs import Copy, Outcome, Run, identical, largest_difference, many_runs, selected, slow_unless
 from recipes_for_tests import Sentences
 from tiny_recipe import Tiny
 from unisono import Loss, train
@@ -45,11 +45,17 @@ IN_PLACE = {
 }
 
 
+QUICK = ["forward", "first step", "twice", "accumulating", "3 ranks", "one device", "two workers"]
+
+
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+    names = {"forward", *selected(request, "name")}
     root: Path = tmp_path_factory.mktemp("oom")
     run_list = {"undisturbed": Run("undisturbed", "undisturbed", 1, WHOLE | {"batch_size": 12})}
     for name, (world, settings, fault) in IN_PLACE.items():
+        if name not in names:
+            continue
         run_list[name] = Run(name, name, world, WHOLE | settings | {"inject": fault})
     small = {"micro_batch": 3}
     run_list |= {
@@ -83,7 +89,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     return many_runs(list(run_list.values()), root)
 
 
-@pytest.mark.parametrize("name", IN_PLACE)
+@pytest.mark.parametrize("name", slow_unless(IN_PLACE, QUICK))
 def test_the_same_samples_are_repeated_in_smaller_micro_batches(runs: dict[str, Outcome], name: str) -> None:
     one, run = runs["undisturbed"], runs[name]
     assert largest_difference(run.weights(), one.weights()) < 1e-12

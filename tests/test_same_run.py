@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from many_runs import Outcome, Run, identical, largest_difference, many_runs
+from many_runs import Outcome, Run, identical, largest_difference, many_runs, selected, slow_unless
 from recipes_for_tests import SentenceData
 from unisono.data.order import Order, share_of
 
@@ -49,14 +49,27 @@ UNEVEN_VARIANTS = {
 }
 
 
+# `make test-slow` adds the others.
+QUICK_LAYOUTS = [(1, "ddp", 4), (1, "fsdp", 1), (2, "ddp", 1), (2, "fsdp", 4), (3, "ddp", 4), (3, "fsdp", 1)]
+UNSPLIT = [layout for layout in QUICK_LAYOUTS if layout[2] == 1]
+QUICK_FLOAT32 = [layout for layout in QUICK_LAYOUTS if layout in IN_FLOAT32]
+QUICK_VARIANTS = [
+    *("two loader workers", "activation checkpointing, 2 ranks fsdp", "static graph", "find unused parameters"),
+    *("gradients outside the buckets", "weights kept gathered", "evaluations in between"),
+]
+QUICK_UNEVEN = ["2 ranks fsdp", "3 ranks ddp", "3 ranks fsdp, one sample at a time", "1 rank, micro-batches of 3"]
+
+
 def cut_up(world: int, strategy: str, accumulation: int) -> str:
     return f"{world} x {strategy} x {accumulation}"
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     """All runs of this module, by name; names of float32 runs end with a question mark."""
     root: Path = tmp_path_factory.mktemp("same_run")
+    cases = {*UNSPLIT, *selected(request, "world", "strategy", "accumulation")}
+    names = selected(request, "name")
     layouts: dict[str, tuple[int, dict[str, object]]] = {
         "one device": (1, WHOLE),
         "uneven": (1, UNEVEN),
@@ -73,15 +86,17 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
         for accumulation in ACCUMULATIONS:
             name = cut_up(world, strategy, accumulation)
             settings = WHOLE | {"strategy": strategy, "batch_size": GLOBAL_BATCH // world // accumulation}
-            layouts[name] = (world, settings | {"dtype": "float64"})
-            if (world, strategy, accumulation) in IN_FLOAT32:
+            if (world, strategy, accumulation) in cases:
+                layouts[name] = (world, settings | {"dtype": "float64"})
+            if (world, strategy, accumulation) in cases.intersection(IN_FLOAT32):
                 layouts[name + "?"] = (world, settings)
     layouts["one device?"] = (1, WHOLE)
     for name, (world, settings) in VARIANTS.items():
         layouts[name] = (world, WHOLE | {"dtype": "float64"} | settings)
     for name, (world, settings) in UNEVEN_VARIANTS.items():
         layouts[name] = (world, UNEVEN | {"dtype": "float64"} | settings)
-    return many_runs([Run(name, name, world, settings) for name, (world, settings) in layouts.items()], root)
+    unused = {*VARIANTS, *UNEVEN_VARIANTS} - names
+    return many_runs([Run(name, name, *layout) for name, layout in layouts.items() if name not in unused], root)
 
 
 def assert_same(run: Outcome, reference: Outcome) -> None:
@@ -95,8 +110,10 @@ def assert_same(run: Outcome, reference: Outcome) -> None:
         assert [line[key] for line in run.steps()] == pytest.approx([line[key] for line in reference.steps()], abs=1e-9)
 
 
-@pytest.mark.parametrize("accumulation", ACCUMULATIONS)
-@pytest.mark.parametrize(("world", "strategy"), STRATEGIES)
+@pytest.mark.parametrize(
+    ("world", "strategy", "accumulation"),
+    slow_unless([(*place, accumulation) for place in STRATEGIES for accumulation in ACCUMULATIONS], QUICK_LAYOUTS),
+)
 def test_ranks_and_accumulation_train_like_one_device(
     runs: dict[str, Outcome], world: int, strategy: str, accumulation: int
 ) -> None:
@@ -110,7 +127,7 @@ def test_ranks_and_accumulation_train_like_one_device(
         assert {len(call.split(",")) for call in calls} == {GLOBAL_BATCH // world // accumulation}
 
 
-@pytest.mark.parametrize(("world", "strategy", "accumulation"), IN_FLOAT32)
+@pytest.mark.parametrize(("world", "strategy", "accumulation"), slow_unless(IN_FLOAT32, QUICK_FLOAT32))
 def test_float32_losses_agree_up_to_rounding(
     runs: dict[str, Outcome], world: int, strategy: str, accumulation: int
 ) -> None:
@@ -119,12 +136,12 @@ def test_float32_losses_agree_up_to_rounding(
     assert float((run.losses() - runs["one device?"].losses()).abs().max()) < 1e-5
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", slow_unless(VARIANTS, QUICK_VARIANTS))
 def test_a_switch_does_not_change_the_run(runs: dict[str, Outcome], name: str) -> None:
     assert_same(runs[name], runs["one device"])
 
 
-@pytest.mark.parametrize("name", UNEVEN_VARIANTS)
+@pytest.mark.parametrize("name", slow_unless(UNEVEN_VARIANTS, QUICK_UNEVEN))
 def test_batches_that_do_not_divide_train_like_one_device(runs: dict[str, Outcome], name: str) -> None:
     assert_same(runs[name], runs["uneven"])
     assert [line["samples"] for line in runs[name].steps()] == [7, 14, 21, 28, 30]
@@ -148,8 +165,8 @@ def test_each_rank_reads_its_share_of_the_order(runs: dict[str, Outcome]) -> Non
     order = Order(NUM_SAMPLES, 0)
     expected = [[order[step * 24 + place] for place in range(24)] for step in range(STEPS)]
     assert runs["one device"].read_ids() == expected
-    for world, strategy in STRATEGIES:
-        assert runs[cut_up(world, strategy, 1)].read_ids() == expected
+    for layout in UNSPLIT:
+        assert runs[cut_up(*layout)].read_ids() == expected
 
 
 @pytest.mark.parametrize("name", ["another seed", "no noise", "no augmentation", "dropout"])
