@@ -2,8 +2,9 @@
 # All targets create the environment in .venv, and rebuild it only when pyproject.toml changes.
 
 PYTHON ?= python3
-# Two at a time: most tests wait for processes that start. loadfile: a file's tests share what they have made.
-PYTEST_ARGS ?= -n 2 --dist loadfile
+# Four at a time, even on two cores: most tests wait for processes. loadfile: the tests of a file share their runs.
+# tests/conftest.py orders the files.
+PYTEST_ARGS ?= -n 4 --dist loadfile --no-loadscope-reorder
 NOW := $(shell date +%Y%m%d-%H%M%S)
 DEMO_DIR ?= runs/demo-$(NOW)
 # All GPUs if there are any, otherwise two CPU processes.

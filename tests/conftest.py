@@ -19,6 +19,18 @@ LAUNCHER_VARIABLES = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_
 LAUNCHER_PREFIXES = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "ACCELERATE_")
 
 
+# Files that take long. A worker that began one of them when the others have finished would work alone for a minute.
+FIRST = [
+    *("nodes", "hang", "traps", "slurm", "fit", "wan_context", "wan_distill", "wan_flow", "verify", "step", "start_up"),
+    *("trained_blocks_on_host", "resume", "same_run", "quantized_training", "report", "wan_tiny", "save_kills"),
+]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    ranks = {f"test_{name}.py": rank for rank, name in enumerate(FIRST)}
+    items.sort(key=lambda item: ranks.get(item.path.name, len(FIRST)))
+
+
 def pytest_configure() -> None:
     # Set before any test module imports torch, which reads OMP_NUM_THREADS only once.
     for name in list(os.environ):

@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 import unisono
 from command_line import TESTS
 from command_line import unisono as command
-from many_runs import Outcome, Run, many_runs
+from many_runs import Outcome, Run, many_runs, selected, slow_unless
 from recipes_for_tests import SentenceData, Sentences
 from unisono.data.bits import key_of
 from unisono.data.noise import Noise
@@ -23,6 +23,8 @@ from unisono.data.noise import Noise
 RUN = {"global_batch_size": 6, "num_samples": 20, "dtype": "float64", "max_steps": 2, "batch_size": 2}
 SIZES = [1, 2, 7, 12]  # fewer than ranks, not divisible, divisible
 PLACES = [(1, "single"), (2, "ddp"), (3, "ddp"), (3, "fsdp")]
+LAYOUTS = [(*place, size) for place in PLACES for size in SIZES if size != 12 or place != (3, "fsdp")]
+SEVEN = [(*place, 7) for place in PLACES]
 
 
 def name_of(world: int, strategy: str, size: int) -> str:
@@ -30,12 +32,10 @@ def name_of(world: int, strategy: str, size: int) -> str:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     run_list = [
-        Run(name_of(*place, size), name_of(*place, size), place[0], RUN | {"strategy": place[1], "num_eval": size})
-        for size in SIZES
-        for place in PLACES
-        if size != 12 or place[1] != "fsdp"
+        Run(name_of(*layout), name_of(*layout), layout[0], RUN | {"strategy": layout[1], "num_eval": layout[2]})
+        for layout in {*SEVEN, *selected(request, "world", "strategy", "size")}
     ]
     best = RUN | {"max_steps": 6, "num_eval": 7, "eval_every": 1, "keep_last": 1, "best_metric": "eval/loss"}
     run_list += [
@@ -81,8 +81,9 @@ def by_hand(run: Outcome, size: int) -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize(("world", "strategy"), PLACES)
+@pytest.mark.parametrize(
+    ("world", "strategy", "size"), slow_unless(LAYOUTS, [*SEVEN, (3, "ddp", 1), (3, "fsdp", 2), (2, "ddp", 12)])
+)
 def test_metrics_are_those_of_all_samples_in_one_batch(
     runs: dict[str, Outcome], world: int, strategy: str, size: int
 ) -> None:

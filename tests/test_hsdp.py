@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from many_runs import Copy, Outcome, Run, identical, largest_difference, many_runs
+from many_runs import Copy, Outcome, Run, identical, largest_difference, many_runs, selected, slow_unless
 from ranks import run_ranks
 from recipes_for_tests import Sentences
 from unisono.checkpoint.manifest import SHARD_SUFFIX
@@ -43,6 +43,8 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "2 x 1": (2, {"strategy": "hsdp", "shard_size": 1}),
 }
 OPTIMIZERS = ["adamw", "muon", "adafactor", "adamw8bit"]
+QUICK_MESHES = ["2 x 2", "2 x 2, one sample at a time, summed once", "2 x 1"]
+QUICK_OPTIMIZERS = ["adamw", "muon", "adamw8bit"]
 # A run moves from mesh to mesh: (world, settings, steps until then).
 JOURNEY: list[tuple[int, dict[str, Any], int]] = [
     (1, {"strategy": "single"}, 1),
@@ -67,10 +69,13 @@ class Fingerprinted(Sentences):
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     everything = []
-    for optimizer in OPTIMIZERS:
-        meshes = MESHES if optimizer == "adamw" else {"2 x 2": MESHES["2 x 2"]}
+    names, optimizers = selected(request, "mesh"), selected(request, "optimizer")
+    for optimizer in optimizers | {"adamw", "muon"}:
+        of_adamw = {mesh: layout for mesh, layout in MESHES.items() if mesh in names}
+        meshes = of_adamw if optimizer == "adamw" else {}
+        meshes = {"2 x 2": MESHES["2 x 2"], **meshes}
         for mesh, (world, settings) in {"1": (1, {"strategy": "single"}), **meshes}.items():
             name = f"{optimizer}, {mesh}"
             own = {"optimizer": optimizer, **settings}
@@ -107,18 +112,18 @@ def assert_same(run: Outcome, reference: Outcome) -> None:
         assert [line[key] for line in run.steps()] == pytest.approx([line[key] for line in reference.steps()], rel=1e-9)
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", slow_unless(MESHES, QUICK_MESHES))
 def test_every_mesh_trains_like_one_device(runs: dict[str, Outcome], mesh: str) -> None:
     assert_same(runs[f"adamw, {mesh}"], runs["adamw, 1"])
     assert all(line["grad_norm"] > RUN["grad_clip"] for line in runs["adamw, 1"].steps()), "nothing was clipped"
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS[1:])
+@pytest.mark.parametrize("optimizer", slow_unless(OPTIMIZERS[1:], QUICK_OPTIMIZERS))
 def test_every_optimizer_trains_replicas_like_one_device(runs: dict[str, Outcome], optimizer: str) -> None:
     assert_same(runs[f"{optimizer}, 2 x 2"], runs[f"{optimizer}, 1"])
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", slow_unless(OPTIMIZERS, QUICK_OPTIMIZERS))
 def test_replicas_are_equal_bit_for_bit(runs: dict[str, Outcome], optimizer: str) -> None:
     record = runs[f"{optimizer}, 2 x 2"].record
     first, second, *others = [(record / f"shards.{rank}").read_text() for rank in range(4)]

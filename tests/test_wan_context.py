@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from many_runs import Outcome, Run, many_runs
+from many_runs import Outcome, Run, many_runs, selected, slow_unless
 from ranks import run_ranks
 from unisono.parallel.blocks.repeated import recompute_activations
 from unisono.parallel.context import Context, make_context
@@ -149,7 +149,9 @@ RUNS: dict[str, tuple[str, str, int, dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+    names = {each for pair in selected(request, "name", "alone") for each in pair} | {"flow", "distill"}
+    names |= selected(request, "name")
     root = tmp_path_factory.mktemp("wan_context")
     save_pipelines(root)
     save_data(root / "data")
@@ -164,9 +166,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     planned = [
         Run(name, f"runs/{name}", world, settings(recipe, model, **changes), recipe=recipe)
         for name, (recipe, model, world, changes) in RUNS.items()
+        if name in names
     ]
     half = {"max_steps": 2}
     for first, second in ((1, 4), (4, 1)):
+        if f"from {first}" not in names:
+            continue
         one = settings("wan-flow", "2.1", **half, **({} if first == 1 else BY[2]))
         other = settings("wan-flow", "2.1", **({} if second == 1 else BY[2]))
         planned.append(Run(f"from {first}, before", f"runs/from {first}", first, one, recipe="wan-flow"))
@@ -176,10 +181,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     return many_runs(planned, root)
 
 
+SLOW = ["flow, 1 x 3", "experts, 1 x 2", "lora, 1 x 2", "from 4"]
 COMPARED = [(name, name.partition(",")[0]) for name in RUNS if "," in name] + [("from 1", "flow"), ("from 4", "flow")]
 
 
-@pytest.mark.parametrize(("name", "alone"), COMPARED)
+@pytest.mark.parametrize(("name", "alone"), slow_unless(COMPARED, [case for case in COMPARED if case[0] not in SLOW]))
 def test_ranks_that_share_a_sample_train_like_one(name: str, alone: str, runs: dict[str, Outcome]) -> None:
     one, other = runs[alone], runs[name]
     assert "error" not in other.main, other.main
