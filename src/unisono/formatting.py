@@ -101,3 +101,10 @@ def shorten_middle(text: str, longest: int) -> str:
 def shorten(text: str, longest: int = 400) -> str:
     """Shortens a text to at most `longest` characters by cutting off its end."""
     return text if len(text) <= longest else f"{text[: longest - 1]}…"
+
+
+def printable(text: str) -> str:
+    """Replaces unprintable characters. File names and titles may contain terminal or bidi control characters."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else " " if char.isspace() else "�" for char in text)

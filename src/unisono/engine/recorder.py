@@ -18,7 +18,7 @@ from unisono.engine.training_run import TrainingRun
 from unisono.observe.forecast import Forecast
 from unisono.observe.gpu_idle import GpuIdleDetector
 from unisono.observe.gpu_load import GpuLoad
-from unisono.observe.meter import Meter, gpu_memory_gib, host_memory_gib, slowest
+from unisono.observe.meter import Meter, device_memory_gib, gpu_memory_gib, host_memory_gib, slowest
 from unisono.observe.straggler import StragglerDetector
 from unisono.observe.trackers import Tracker, curve_summaries, open_trackers
 from unisono.observe.training_line import TrainingLine
@@ -46,6 +46,7 @@ class Recorder:
         self._sharded = run.components.strategy.sharded
         self._flops: FlopMeter | None = None
         self._load: GpuLoad | None = None
+        self._status = run.rank.status
         self._trackers: list[Tracker] = []
         self._waiting: list[tuple[int, dict[str, float]]] = []
         self._forecast = Forecast()
@@ -57,11 +58,27 @@ class Recorder:
         self._opened = True
         self._open()
         self._load = _load_of(self._placement.device)
+        self._show_status()
         if self._main:
             self._trackers = open_trackers(self._settings, self._folder.path, self._start_step)
             for tracker in self._trackers:
                 for step, numbers in self._waiting:
                     tracker.log(step, numbers)
+
+    def _show_status(self) -> None:
+        """Lets `unisono watch` show this rank's device."""
+        if self._status is None:
+            return
+        device, load = self._placement.device, self._load
+        self._status.device, self._status.total_steps = str(device), self._progress.total
+        room = {} if device.type != "cuda" else {"mem_total_gib": device_memory_gib(device)}
+
+        def measure() -> dict[str, float]:
+            memory = gpu_memory_gib(device)
+            peak = {"mem_gib": host_memory_gib() if memory is None else memory}
+            return {**({} if load is None else load.newest), **peak, **room}
+
+        self._status.measure = measure
 
     def measure_flops(self, flops: FlopMeter) -> None:
         """Makes the recorder compute and log `mfu` from the counts of `flops`."""
@@ -129,6 +146,8 @@ class Recorder:
         if timing:  # empty if no rank has done a step since the last record
             numbers = self._device_numbers(timing)
             record |= numbers
+            if self._status is not None:
+                self._status.numbers = numbers
             if self._placement.world > 1:
                 record |= self._over_ranks(numbers, report.step)
         advice = self._idle.advice(timing.get("step_ms", 0.0), timing.get("data_wait_ms", 0.0))
@@ -220,6 +239,8 @@ class Recorder:
         `until` says what the total refers to if not to the run, such as "in this epoch".
         """
         self._progress.total, self._progress.until = step, until
+        if self._status is not None:
+            self._status.total_steps = step
 
     def moved_to(self, samples: int) -> None:
         """Sets the number of samples consumed, after the run was restored from another checkpoint."""

@@ -19,6 +19,8 @@ class GpuLoad:
         self._uuid, self._every_s = uuid, every_s
         self._lock, self._stop = Lock(), Event()
         self._samples: dict[str, list[float]] = {}
+        self.newest: dict[str, float] = {}
+        """The newest sample: gpu_util (0 to 1) and gpu_power_w, as far as NVML reports them."""
         self._thread = Thread(target=self._run, name="gpu load", daemon=True)
         self._thread.start()
 
@@ -37,10 +39,11 @@ class GpuLoad:
         with watch_gpu(self._uuid) as read:
             while read is not None and not self._stop.wait(self._every_s):
                 utilization, watts = read()
+                sample = {"gpu_util": utilization, "gpu_power_w": watts}
+                self.newest = {name: value for name, value in sample.items() if value is not None}
                 with self._lock:
-                    for name, value in (("gpu_util", utilization), ("gpu_power_w", watts)):
-                        if value is not None:
-                            self._samples.setdefault(name, []).append(value)
+                    for name, value in self.newest.items():
+                        self._samples.setdefault(name, []).append(value)
 
 
 @contextmanager

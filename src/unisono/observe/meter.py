@@ -108,6 +108,13 @@ def gpu_memory_gib(device: torch.device) -> float | None:
     return torch.cuda.max_memory_allocated(device) / 2**30
 
 
+def device_memory_gib(device: torch.device) -> float:
+    """Returns the memory of a GPU, in GiB."""
+    import torch
+
+    return torch.cuda.get_device_properties(device).total_memory / 2**30
+
+
 def host_memory_gib() -> float:
     """Returns the peak resident set size of this process so far, in GiB."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

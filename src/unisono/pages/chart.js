@@ -1,11 +1,13 @@
-// Shows the values under the pointer. The page is complete without it.
-for (const svg of document.querySelectorAll("svg[data-plot]")) {
-  const plot = JSON.parse(svg.dataset.plot), cursor = svg.querySelector(".cursor");
-  const lines = [...svg.querySelectorAll(".series")].map((line) => JSON.parse(line.dataset.values));
-  const tip = document.createElement("div");
+// Shows the values under the pointer, also in charts that the page gets later. The page is complete without it.
+{
+  const tip = document.createElement("div"), parsed = new WeakMap();
+  let shown = null;
   tip.className = "tip";
   tip.hidden = true;
-  svg.parentNode.append(tip);
+  const data = (element, text) => {
+    if (parsed.get(element)?.text !== text) parsed.set(element, { text, value: JSON.parse(text) });
+    return parsed.get(element).value;
+  };
   const nearest = (sorted, x) => {
     let low = 0, high = sorted.length - 1;
     while (low < high) {
@@ -14,10 +16,17 @@ for (const svg of document.querySelectorAll("svg[data-plot]")) {
     }
     return low > 0 && x - sorted[low - 1] < sorted[low] - x ? low - 1 : low;
   };
-  const show = (event) => {
+  const hide = () => {
+    tip.hidden = true;
+    shown?.querySelector(".cursor")?.setAttribute("visibility", "hidden");
+    shown = null;
+  };
+  const show = (svg, event) => {
+    const plot = data(svg, svg.dataset.plot), cursor = svg.querySelector(".cursor");
+    const lines = [...svg.querySelectorAll(".series")].map((line) => data(line, line.dataset.values));
     const box = svg.getBoundingClientRect(), scale = svg.viewBox.baseVal.width / box.width;
     const fraction = ((event.clientX - box.left) * scale - plot.left) / (plot.right - plot.left);
-    if (fraction < -0.02 || fraction > 1.02) return hide();
+    if (fraction < -0.02 || fraction > 1.02 || !lines.length) return hide();
     const target = plot.x[0] + fraction * (plot.x[1] - plot.x[0]);
     const indices = lines.map((line) => nearest(line.x, target));
     const at = lines.map((line, i) => line.x[indices[i]]).reduce((a, b) => Math.abs(b - target) < Math.abs(a - target) ? b : a);
@@ -30,16 +39,18 @@ for (const svg of document.querySelectorAll("svg[data-plot]")) {
       return `${line.name} ${line.y[indices[i]].toLocaleString("en", { maximumSignificantDigits: 5 })}${plot.unit ? " " + plot.unit : ""}${away}`;
     });
     tip.textContent = [`${plot.name} ${at.toLocaleString("en")}`, ...values].join("\n");
+    if (tip.parentNode !== svg.parentNode) svg.parentNode.append(tip);
     tip.hidden = false;
+    shown = svg;
     const card = svg.parentNode.getBoundingClientRect();
     const left = box.left - card.left + place / scale + 12;
     tip.style.left = `${left + tip.offsetWidth > card.width ? left - tip.offsetWidth - 24 : left}px`;
     tip.style.top = `${Math.max(event.clientY - card.top - tip.offsetHeight - 8, 0)}px`;
   };
-  const hide = () => {
-    tip.hidden = true;
-    cursor.setAttribute("visibility", "hidden");
-  };
-  svg.addEventListener("pointermove", show);
-  svg.addEventListener("pointerleave", hide);
+  document.addEventListener("pointermove", (event) => {
+    const svg = event.target.closest?.("svg[data-plot]");
+    if (shown && shown !== svg) hide();
+    if (svg) show(svg, event);
+  });
+  document.documentElement.addEventListener("pointerleave", hide);
 }

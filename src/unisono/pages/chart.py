@@ -97,6 +97,19 @@ def draw(chart: Chart, number: int) -> Markup:
     return Markup("\n".join(parts) + "</figure>")
 
 
+def sparkline(points: Sequence[Point]) -> Markup:
+    """Returns a small curve without axes; empty if there is nothing to draw."""
+    if len(points) < 2:
+        return Markup()
+    x = linear(points[0][0], points[-1][0], 2, 298, tight=True)
+    low, high = min(y for _, y in points), max(y for _, y in points)
+    y = logarithmic(low, high, 50, 4) if spans_decades(low, high) else linear(low, high, 50, 4, tight=True)
+    return Markup(
+        f'<svg class="spark" viewBox="0 0 300 54" preserveAspectRatio="none" aria-hidden="true">'
+        f'<path class="line c0" vector-effect="non-scaling-stroke" d="{_path(points, x, y)}"/></svg>'
+    )
+
+
 def draw_bars(title: str, caption: str, values: Sequence[tuple[str, float]], note: str = "") -> Markup:
     """Returns a <figure> with a bar for each named value."""
     numbers = [value for _, value in values]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import os
+from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -16,33 +17,59 @@ from urllib.parse import quote
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from unisono.formatting import printable
+
 _HERE = Path(__file__).parent
 
 
-def render(template: Path, *, kind: str, title: str, media: str = "data:", charts: bool = False, **context: Any) -> str:
+def render(
+    template: Path,
+    *,
+    kind: str,
+    title: str,
+    media: str = "data:",
+    charts: bool = False,
+    shares: Path | None = None,
+    connects: bool = False,
+    **context: Any,
+) -> str:
     """Returns the page as HTML.
 
     `kind` is the name of the command that writes the page, by which the command later recognises its own pages
     (`generator`). `media` is the allowed source of audio and video. `charts` adds the script that shows a chart's
-    values under the pointer. `context` are the variables of the template.
+    values under the pointer. `shares` is another page's template, whose style and folder this one also uses.
+    `connects` lets the page ask its own server for news. `context` are the variables of the template.
     """
-    style = _read(_HERE / "style.css") + _read(template.with_suffix(".css"))
+    style = _read(_HERE / "style.css") + (_read(shares.with_suffix(".css")) if shares else "")
+    style += _read(template.with_suffix(".css"))
     script = (_read(_HERE / "chart.js") if charts else "") + _read(template.with_suffix(".js"))
     # The policy allows only the page's own style and script, and no requests, whatever the data contains.
+    own_server = "connect-src 'self'; " if connects else ""
     policy = (
-        "default-src 'none'; base-uri 'none'; form-action 'none'; img-src data:; "
+        f"default-src 'none'; base-uri 'none'; form-action 'none'; {own_server}img-src data:; "
         f"media-src {media}; style-src '{_digest(style)}'; script-src '{_digest(script)}'"
     )
-    environment = Environment(
-        loader=FileSystemLoader([template.parent, _HERE]),
+    own = {"policy": Markup(policy), "style": Markup(style), "script": Markup(script)}
+    folders = (template.parent, *([shares.parent] if shares else []))
+    return _environment(folders).get_template(template.name).render(kind=kind, title=title, **own, **context)
+
+
+def render_part(template: Path, macro: str, *arguments: Any, shares: Path | None = None) -> Markup:
+    """Returns a part of a page, which a macro of a template draws."""
+    folders = (template.parent, *([shares.parent] if shares else []))
+    return Markup(getattr(_environment(folders).get_template(template.name).module, macro)(*arguments))
+
+
+@cache
+def _environment(folders: tuple[Path, ...]) -> Environment:
+    return Environment(
+        loader=FileSystemLoader([*folders, _HERE]),
         autoescape=True,
         undefined=StrictUndefined,
         finalize=_printable,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    own = {"policy": Markup(policy), "style": Markup(style), "script": Markup(script)}
-    return environment.get_template(template.name).render(kind=kind, title=title, **own, **context)
 
 
 def generator(kind: str) -> str:
@@ -72,7 +99,4 @@ def _digest(text: str) -> str:
 
 
 def _printable(value: Any) -> Any:
-    """Replaces unprintable characters. File names and titles may contain terminal or bidi control characters."""
-    if not isinstance(value, str) or isinstance(value, Markup) or value.isprintable():
-        return value
-    return "".join(char if char.isprintable() else " " if char.isspace() else "�" for char in value)
+    return printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value

@@ -35,6 +35,7 @@ from unisono.engine.trainer import Trainer
 from unisono.faults import Fault, Injector, parse
 from unisono.observe.folder import append_event
 from unisono.observe.status_line import print_line
+from unisono.observe.watch.rank_status import RankStatus
 from unisono.settings import Settings
 
 T = TypeVar("T")
@@ -84,7 +85,8 @@ class Session:
     """One rank's part in a run: `enter` its folder, `build` a trainer, `run` it to the end."""
 
     def __init__(self, rank: RankContext, start: RankStart, entered: EnteredRun) -> None:
-        self._rank, self._start, self._entered = rank, start, entered
+        self._status = RankStatus(entered.folder.path, rank.heartbeat, start.world.size)
+        self._rank, self._start, self._entered = replace(rank, status=self._status), start, entered
         self._remarks = [*start.remarks, *_remarks_on_changes(entered)]
 
     @classmethod
@@ -138,6 +140,7 @@ class Session:
 
     def close(self) -> None:
         """Unlocks the run folder."""
+        self._status.close()
         self._entered.folder.close()
 
     def main_decides(self, decide: Callable[[], T]) -> T:
@@ -161,6 +164,7 @@ class Session:
 
         Raises StoppedBeforeTraining if a signal came during prepare().
         """
+        self._status.start()
         rank, world = self._rank, self._start.world
         run = build_run(rank, self._entered, self._start.requested_devices)
         announce(run, earlier_remarks=self._remarks)

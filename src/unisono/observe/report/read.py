@@ -11,7 +11,7 @@ from unisono.errors import UserError
 from unisono.observe.folder import EVENTS, METRICS, RUN
 from unisono.observe.json_lines import JsonLines
 from unisono.observe.lock import is_held
-from unisono.observe.report.series import Curves, Series, number
+from unisono.observe.report.series import LIMIT, Curves, Series, number
 from unisono.observe.report.timeline import Timeline
 from unisono.plain_files import read_json
 
@@ -25,7 +25,9 @@ _DRAWN_BY_RANK = ("own_ms", "compute_ms", "comm_ms", "mfu", "gpu_util", "gpu_pow
 class Metrics:
     """The content of metrics.jsonl: numbers and curves by name, and the last step, sample and epoch."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_points: int = LIMIT) -> None:
+        """`most_points` is the maximum number of points of a series."""
+        self._most_points = most_points
         self.series: dict[str, Series] = {}
         self.curves: dict[str, Curves] = {}
         self.by_rank: dict[str, dict[int, Series]] = {}
@@ -52,7 +54,7 @@ class Metrics:
                 if series is None:
                     if not self._room_for(name):
                         continue
-                    series = self.series[name] = Series()
+                    series = self.series[name] = Series(limit=self._most_points)
                 series.take(step, value)
             elif kind is list:
                 self._add_list(name, step, value)
@@ -62,7 +64,7 @@ class Metrics:
         if kind != name and kind in _DRAWN_BY_RANK:
             of_ranks = self.by_rank.setdefault(kind, {})
             for rank, value in enumerate(values[:MAX_RANKS]):
-                of_ranks.setdefault(rank, Series()).take(step, value)
+                of_ranks.setdefault(rank, Series(limit=self._most_points)).take(step, value)
         elif kind == name and (name in self.curves or self._room_for(name)):
             if name not in self.curves:
                 self.curves[name] = Curves()
@@ -103,7 +105,7 @@ class Run:
 
 def read_run(folder: Path) -> Run:
     """Reads the run in a folder; raises UserError if there is none."""
-    record = _read_record(folder)
+    record = read_record(folder)
     metrics, timeline = Metrics(), Timeline()
     metric_lines, event_lines = JsonLines(folder / METRICS), JsonLines(folder / EVENTS)
     for line in metric_lines:
@@ -114,7 +116,8 @@ def read_run(folder: Path) -> Run:
     return Run(folder, record, metrics, timeline, damaged, running=is_held(folder))
 
 
-def _read_record(folder: Path) -> dict[str, Any]:
+def read_record(folder: Path) -> dict[str, Any]:
+    """Returns the content of run.json, which is not validated; raises UserError if the folder contains no run."""
     file = folder / RUN
     try:
         if not file.is_file():

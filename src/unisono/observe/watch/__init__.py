@@ -1,0 +1,1 @@
+"""What every rank does right now: ranks write it into the run folder, and `unisono watch` shows it."""
