@@ -60,8 +60,8 @@ class Browser:
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
-    def wait(self, script: str) -> None:
-        deadline = time.monotonic() + 20
+    def wait(self, script: str, seconds: float = 20) -> None:
+        deadline = time.monotonic() + seconds
         while not self.ask(script):
             assert time.monotonic() < deadline, script
             time.sleep(0.05)

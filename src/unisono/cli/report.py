@@ -1,4 +1,4 @@
-"""`unisono report RUN`: writes one self-contained HTML page about a run."""
+"""`unisono report RUN [RUN ...]`: writes one self-contained HTML page about a run, or one that compares several."""
 
 from __future__ import annotations
 
@@ -11,12 +11,22 @@ from unisono.errors import EXIT_DONE
 def main(argv: list[str]) -> int:
     """Runs the command."""
     parser = Parser(
-        "report", "Write one self-contained HTML page about a run: curves, speed, memory, faults, previews."
+        "report",
+        "Write one self-contained HTML page about a run: curves, speed, memory, faults, previews. With several runs, "
+        "the page compares them: their curves in the same charts, and the settings in which they differ.",
     )
-    parser.add_argument("run", type=Path, metavar="RUN", help="the run folder")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="file to write (default: RUN/report.html)")
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run folders, at most 8")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="file to write (default: RUN/report.html; with several runs, comparison.html in the current folder)",
+    )
     options = parser.parse(argv)
-    from unisono.observe.report.write import write_report
+    from unisono.observe.report.write import write_comparison, write_report
 
-    print(write_report(options.run, options.output))
+    if len(options.runs) == 1:
+        print(write_report(options.runs[0], options.output))
+    else:
+        print(write_comparison(options.runs, options.output))
     return EXIT_DONE

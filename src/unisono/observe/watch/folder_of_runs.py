@@ -9,6 +9,7 @@ from pathlib import Path
 
 from unisono.errors import UserError
 from unisono.observe.folder import EVENTS, RUN
+from unisono.observe.report.comparison import unique_names
 from unisono.observe.watch.live_run import LiveRun
 
 MOST_RUNS = 200
@@ -49,8 +50,8 @@ class Runs:
         self.num_omitted = len(new) - len(new[:room])
         runs = [*self.by_name.values(), *(LiveRun(folder) for folder in new[:room])]
         runs.sort(key=lambda run: _last_active(run.folder), reverse=True)
-        names = _unique_names([run.folder for run in runs])
-        self.by_name = {names[run.folder]: run for run in runs}
+        names = unique_names([run.folder for run in runs])
+        self.by_name = dict(zip(names, runs, strict=True))
 
 
 def _runs_in(path: Path) -> list[Path]:
@@ -89,16 +90,3 @@ def _last_active(folder: Path) -> float:
         except OSError:
             continue
     return max(times)
-
-
-def _unique_names(folders: list[Path]) -> dict[Path, str]:
-    """The shortest end of each path that no other folder shares."""
-    paths = {folder: Path(os.path.abspath(folder)).parts for folder in folders}
-    names = {}
-    for folder, parts in paths.items():
-        for length in range(1, len(parts) + 1):
-            end = parts[-length:]
-            if sum(other[-length:] == end for other in paths.values()) == 1:
-                break
-        names[folder] = "/".join(end).replace("//", "/")
-    return names

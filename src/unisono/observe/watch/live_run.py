@@ -37,7 +37,7 @@ class LiveRun:
         """Increases whenever a metric or an event was read."""
         self._metrics, self._timeline = Metrics(MOST_POINTS), Timeline()
         self._metrics_file, self._events_file = GrowingFile(folder / METRICS), GrowingFile(folder / EVENTS)
-        self._reader = RankReader(folder)
+        self._reader = RankReader(folder, clock)
         self._record: dict[str, Any] = {}
         self._record_version: tuple[int, int] | None = None
         self._running = False
