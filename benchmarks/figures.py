@@ -287,9 +287,29 @@ def tables_of(name: str, what: str) -> Callable[[], str]:
     return written
 
 
+def watch() -> str:
+    """The overhead of the status that ranks write."""
+    file = RESULTS / "watch.json"
+    if not file.exists():
+        return ""
+    result = json.loads(file.read_text())
+    row, watched = (result["rows"][name] for name in ("written", "written and watched"))
+    low, high = row["cpu_quartiles"]
+    met = "met" if result["met"] else "missed"
+    sentences = [
+        f"Writing the status takes {result['write_cpu_ms']:.2f} ms of CPU time once per second, "
+        f"{result['cpu_fraction']:.2%} of the time of a rank (target {result['target']:.1%}: {met}).",
+        f"In a run with steps of {row['cpu_ms']:.0f} ms CPU time, a step takes {row['cpu_ratio']:.4f} times as "
+        f"much CPU time as without it (quartiles {low:.4f} to {high:.4f}), and {watched['cpu_ratio']:.4f} times while `watch` "
+        "reads it ([watch.md](../benchmarks/results/watch.md)).",
+    ]
+    return " ".join(sentences) + "\n"
+
+
 PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     HERE.parent / "docs" / "benchmarks.md": {"figures": costs, "faults": survived},
     HERE.parent / "docs" / "darkroom.md": {"darkroom": darkroom},
+    HERE.parent / "docs" / "watch.md": {"watch": watch},
     HERE.parent / "docs" / "scaling.md": {"scaling": tables_of("scaling", "Costs per rank")},
     HERE.parent / "docs" / "wan.md": {
         "wan_learning": tables_of("wan_learning", "Results with `--nproc 2`, 64 samples per step,"),

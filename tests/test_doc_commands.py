@@ -40,6 +40,7 @@ NOT_RUN = {
     r"^make (setup|test|test-slow|lint|docs|bench|demo|faults|faults-quick|clean)\b": "minutes: .ci/run and `make`",
     r"^python benchmarks/": "minutes, or needs a GPU",
     r"^tensorboard\b": "serves until it is stopped",
+    r"^unisono watch .*--web": "serves until it is stopped: tests/test_watch.py",
     r"^(sbatch|srun|scancel|squeue)\b": "needs a SLURM cluster: tests/test_slurm.py runs one",
     r"^unisono slurm .*--submit": "needs a SLURM cluster: tests/test_slurm.py runs one",
     r"^(ssh|scp)\b|--nnodes|--rdzv_endpoint": "several machines: tests/test_nodes.py and tests/test_launchers.py",
@@ -86,6 +87,7 @@ SLOW = (
     "docs/faults.md",
     "docs/own_model.md",
     "docs/verify.md",
+    "docs/watch.md",
     "docs/wan.md",
     "examples/own_model/README.md",
 )
