@@ -299,9 +299,12 @@ def watch() -> str:
     sentences = [
         f"Writing the status takes {result['write_cpu_ms']:.2f} ms of CPU time once per second, "
         f"{result['cpu_fraction']:.2%} of the time of a rank (target {result['target']:.1%}: {met}).",
-        f"In a run with steps of {row['cpu_ms']:.0f} ms CPU time, a step takes {row['cpu_ratio']:.4f} times as "
-        f"much CPU time as without it (quartiles {low:.4f} to {high:.4f}), and {watched['cpu_ratio']:.4f} times while `watch` "
-        "reads it ([watch.md](../benchmarks/results/watch.md)).",
+        f"With steps of {row['cpu_ms']:.0f} ms CPU time on a machine with a load of "
+        f"{result['machine']['load_average']:.0f} on {result['machine']['cores']} cores, where a step takes "
+        f"{row['step_ms']:.0f} ms and so one write falls on {1e3 / row['step_ms']:.1f} steps, a step takes "
+        f"{row['cpu_ratio']:.4f} times as "
+        f"much CPU time as without it (quartiles {low:.4f} to {high:.4f}), and {watched['cpu_ratio']:.4f} times while "
+        "`watch` reads it ([watch.md](../benchmarks/results/watch.md)).",
     ]
     return " ".join(sentences) + "\n"
 

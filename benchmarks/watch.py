@@ -51,6 +51,7 @@ class Turns:
         """Of each round and turn: number of steps, seconds and CPU seconds."""
         self.writes: list[float] = []
         self.watcher: subprocess.Popen[bytes] | None = None
+        self.has_stopped = False
         self._began, self._kind = 0.0, -1
         self._last = (0.0, 0.0)
         write = RankStatus.write
@@ -124,8 +125,9 @@ class Twenty(Recipe):
 
     def loss(self, model: nn.Module, batch: list[Tensor], noise: object) -> Loss:
         TURN.step(FOLDER)
-        if TURN.is_over:
-            os.kill(os.getpid(), signal.SIGINT)  # saves and stops
+        if TURN.is_over and not TURN.has_stopped:
+            TURN.has_stopped = True  # a second signal would stop the run without a checkpoint
+            os.kill(os.getpid(), signal.SIGINT)
         [x] = batch
         with torch.no_grad():
             for _ in range(self.repeats):
@@ -199,10 +201,13 @@ def table(result: dict[str, Any]) -> str:
             low, high = row[f"{name}_quartiles"]
             cells += [f"{row[f'{name}_ms']:.2f}", f"{row[f'{name}_ratio']:.4f}", f"{low:.4f} – {high:.4f}"]
         lines.append(f"| {kind} | {' | '.join(cells)} |")
+    step_ms = result["rows"]["written"]["step_ms"]
     lines += [
         "",
         f"One write takes {result['write_cpu_ms']:.3f} ms of CPU time once per second: {result['cpu_fraction']:.3%} of "
-        f"the time of a rank. Target {TARGET:.1%}: {met}.",
+        f"the time of a rank. Target {TARGET:.1%}: {met}. With a load of {result['machine']['load_average']} on "
+        f"{result['machine']['cores']} cores, a step took {step_ms:.0f} ms, so one write fell on {1e3 / step_ms:.1f} "
+        "steps; the ratios contain that, and the noise of the machine.",
         "",
     ]
     return "\n".join(lines)
