@@ -309,6 +309,18 @@ def watch() -> str:
     return " ".join(sentences) + "\n"
 
 
+def tune() -> str:
+    result = json.loads((RESULTS / "tune.json").read_text())
+    killed, names = result["killed"], ("state", "params", "value", "evaluations")
+    same = sum(all(one[name] == other[name] for name in names) for one, other in zip(result["whole"], killed, strict=True))
+    states = [trial["state"] for trial in killed]
+    best = "the same" if result["best_whole"] == result["best_killed"] else "another one"
+    text = f"A study of {result['trials']} trials of TwoMoons, with all its processes killed {len(result['kills'])} times, "
+    text += f"ended with {len(states)} finished trials: {states.count('complete')} complete and {states.count('pruned')} pruned. "
+    text += f"{same} of {len(killed)} trials equal those of the study without kills, bit by bit, and the best trial is {best}"
+    return text + " ([results](../benchmarks/results/tune.md)).\n"
+
+
 PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     HERE.parent / "docs" / "benchmarks.md": {"figures": costs, "faults": survived},
     HERE.parent / "docs" / "darkroom.md": {"darkroom": darkroom},
@@ -319,6 +331,7 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
         "wan_step": wan_step,
         "wan_memory": wan_memory,
     },
+    HERE.parent / "docs" / "tune.md": {"tune": tune},
     HERE.parent / "docs" / "small_cards.md": {"small_cards": tables_of("small_cards", "Wan models by card,")},
     HERE.parent / "docs" / "wan_distill.md": {
         "wan_distill_learning": tables_of("wan_distill_learning", "Students of the tiny teacher"),

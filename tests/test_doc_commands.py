@@ -77,6 +77,7 @@ SHORTER = {
     r"^unisono train(?!.*(--help|--print_config))": "--max_steps 2",
     r"^unisono verify wan-flow": "--steps 1 --num_shapes 16 --eval_every -1",
     r"^unisono verify": "--steps 1",
+    r"^unisono tune": "--trials 1 --max_steps 2",
 }
 # Documents whose commands take long nevertheless, or are the same as in another document.
 SLOW = (

@@ -5,13 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["Loss", "Recipe", "__version__", "train"]
+__all__ = ["Loss", "Recipe", "__version__", "train", "tune"]
 
 if TYPE_CHECKING:
     from unisono.engine.recipe import Loss, Recipe
     from unisono.engine.start.run import train
+    from unisono.tuning.tune import tune
 
-_MODULES = {"Recipe": "unisono.engine.recipe", "Loss": "unisono.engine.recipe", "train": "unisono.engine.start.run"}
+_MODULES = {
+    "Recipe": "unisono.engine.recipe",
+    "Loss": "unisono.engine.recipe",
+    "train": "unisono.engine.start.run",
+    "tune": "unisono.tuning.tune",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -16,6 +16,7 @@ from unisono.typed_paths import as_typed
 COMMANDS = {
     "train": "train a recipe on one device or many",
     "verify": "prove that a recipe trains the same on 1 and on N ranks",
+    "tune": "search for good settings of a recipe with Optuna",
     "export": "write a run's trained weights to a folder",
     "watch": "show runs while they train: ranks, loss, events, time left; in the terminal or the browser",
     "report": "write one HTML page about a run, or one that compares runs",

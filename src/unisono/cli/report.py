@@ -15,7 +15,7 @@ def main(argv: list[str]) -> int:
         "Write one self-contained HTML page about a run: curves, speed, memory, faults, previews. With several runs, "
         "the page compares them: their curves in the same charts, and the settings in which they differ.",
     )
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run folders, at most 8")
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run folders, at most 8, or a study of unisono tune")
     parser.add_argument(
         "--output",
         type=Path,
@@ -23,6 +23,14 @@ def main(argv: list[str]) -> int:
         help="file to write (default: RUN/report.html; with several runs, comparison.html in the current folder)",
     )
     options = parser.parse(argv)
+    from unisono.tuning.plan import STUDY
+
+    if len(options.runs) == 1 and (options.runs[0] / STUDY).is_file():
+        from unisono.tuning.page import write_page
+        from unisono.tuning.study import read_trials
+
+        print(write_page(read_trials(options.runs[0]), options.output))
+        return EXIT_DONE
     from unisono.observe.report.write import write_comparison, write_report
 
     if len(options.runs) == 1:

@@ -47,7 +47,9 @@ def announce(run: TrainingRun, earlier_remarks: Sequence[str]) -> None:
         from_step=step,
         resume=entered.settings.run.resume,
     )
-    details: dict[str, Any] = {"changed": entered.changed} if entered.changed else {}
+    details: dict[str, Any] = {"steps": run.length.steps}
+    if entered.changed:
+        details["changed"] = entered.changed
     if repeated := count_repeated_steps(folder.path, step):
         details["repeated"] = repeated
     event = "start" if path is None else "resume"

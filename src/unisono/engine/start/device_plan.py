@@ -32,7 +32,7 @@ def plan_devices(resolved: Resolved) -> DevicePlan:
     settings = resolved.build(Settings)
     launch, strategy = settings.launch, settings.parallel.strategy
     is_one_process = strategy in ("single", "dp")
-    _check_ranks(launch)
+    check_ranks(launch)
     if launch.nproc is not None and not resolved.explicit("gpus"):
         _check_backend(launch, on_gpu=False)
         ranks, cores = 1 if is_one_process else launch.nproc, num_cpu_cores()
@@ -62,7 +62,7 @@ def _check_backend(launch: LaunchSettings, *, on_gpu: bool) -> None:
     raise ConfigError(f"backend nccl needs a GPU, {reason}; {advice}")
 
 
-def _check_ranks(launch: LaunchSettings) -> None:
+def check_ranks(launch: LaunchSettings) -> None:
     """Rejects far more processes than there are cores: each needs a few hundred MiB before it trains."""
     cores = num_cpu_cores()
     most = cores * launch.max_ranks_per_core

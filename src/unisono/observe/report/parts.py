@@ -28,6 +28,9 @@ def status_of(run: Run) -> tuple[str, str]:
         return "running", "training now"
     if status == "stopped":
         return "stopped", "with a checkpoint; run the same command to continue"
+    if status == "pruned":
+        pruned = [event for event in run.timeline.all() if event.kind == "pruned"]
+        return "pruned", f"by unisono tune {pruned[-1].sentence}" if pruned else "by unisono tune"
     if status == "failed":
         failures = [event for event in run.timeline.all() if event.kind == "failed"]
         return "failed", failures[-1].sentence if failures else ""

@@ -19,7 +19,7 @@ Tone = Literal["plain", "good", "fault", "bad", "injected"]
 _FIRST, _LAST = 100, 200
 _MAX_KINDS = 60
 _REPEATING = {"nan", "overflow", "straggler", "bad_sample", "worker_died", "micro_batch", "save_failed"}
-_BEGINS, _ENDS = {"start", "resume"}, {"done", "stopped", "failed", "restart"}
+_BEGINS, _ENDS = {"start", "resume"}, {"done", "stopped", "failed", "pruned", "restart"}
 _COMMON = {"time", "kind", "step", "rank"}
 
 
@@ -70,7 +70,7 @@ class Timeline:
         self.repeated = 0
         """Number of steps repeated after a kill or a restart, because they came after the last checkpoint."""
         self.status: str | None = None
-        """The kind of the last event among start, resume, restart, done, stopped and failed."""
+        """The kind of the last event among start, resume, restart, done, stopped, pruned and failed."""
         self._first: list[Event] = []
         self._last: deque[Event] = deque(maxlen=_LAST)
         self.num_hidden = 0
@@ -233,6 +233,11 @@ def _machines(event: Mapping[str, Any]) -> str:
     return f"{changes}; machines {event.get('machines')} continue from the last checkpoint"
 
 
+def _pruned(event: Mapping[str, Any]) -> str:
+    where = f"trial {event.get('trial')} of the study {event.get('study')}"
+    return f"as {where}, at {event.get('objective')} {event.get('value')}: other trials were better at this step"
+
+
 def _error(event: Mapping[str, Any]) -> str:
     return str(event.get("error") or "")
 
@@ -266,6 +271,7 @@ _KINDS: dict[str, tuple[str, Tone, Callable[[Mapping[str, Any]], str]]] = {
     ),
     "injected": ("injected fault", "injected", lambda e: str(e.get("fault", ""))),
     "stopped": ("stopped", "plain", lambda e: "with a checkpoint; run the same command to continue"),
+    "pruned": ("pruned", "plain", _pruned),
     "failed": ("failed", "bad", _error),
     "done": ("done", "good", lambda e: "the last step was trained and saved"),
 }

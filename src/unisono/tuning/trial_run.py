@@ -1,0 +1,175 @@
+"""One trial: a process of `unisono train` in a folder of its own, and the evaluations that it writes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from unisono.atomic_files import write_atomically
+from unisono.cluster.lifetime import die_with_parent
+from unisono.errors import EXIT_STOPPED, UserError
+from unisono.observe.folder import EVENTS, METRICS, RUN, append_event
+from unisono.observe.json_lines import JsonLines
+from unisono.plain_files import read_json
+
+TRIALS = "trials"
+MAX_RESTARTS = 3
+"""Number of times that a trial is started again after a signal ended it."""
+
+
+class NoObjective(UserError):
+    """The evaluation of a trial has no metric of the objective's name."""
+
+
+def folder_of(study: Path, number: int) -> Path:
+    """The run folder of a trial."""
+    return study / TRIALS / f"{number:04d}"
+
+
+def log_of(study: Path, number: int) -> Path:
+    """The file with everything that a trial printed."""
+    return study / TRIALS / f"{number:04d}.log"
+
+
+class TrialRun:
+    """The process of one trial."""
+
+    def __init__(
+        self,
+        study: Path,
+        number: int,
+        arguments: Sequence[str],
+        environ: Mapping[str, str],
+        objective: str,
+        last_step: int,
+    ) -> None:
+        """`arguments` are those of `unisono train`; `last_step` is the last step whose evaluation is known."""
+        self.number, self.folder, self.log = number, folder_of(study, number), log_of(study, number)
+        self.is_pruned = self.is_stopping = False
+        self._arguments, self._environ, self._objective = list(arguments), dict(environ), objective
+        self._last_step, self._restarts = last_step, 0
+        self._size = -1
+        self.value: float | None = None
+        """The objective of the last evaluation."""
+        self._process = self._start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        parent = os.getpid()
+
+        def end_with_study() -> None:
+            die_with_parent()  # a study that is killed leaves no trial behind
+            if os.getppid() != parent:
+                os._exit(128 + signal.SIGKILL)
+
+        # -P: files in the current folder cannot shadow modules. A session of its own: Ctrl-C reaches only the study,
+        # which asks its trials to stop.
+        command = [sys.executable, "-P", "-m", "unisono", "train", *self._arguments, f"--output_dir={self.folder}"]
+        with open(self.log, "ab") as log:
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **self._environ},
+                start_new_session=True,
+                preexec_fn=end_with_study,  # the study has no threads, so this is safe
+            )
+
+    def poll(self) -> int | None:
+        """The exit code of the trial's process; None while it runs. A trial that a signal ended starts again."""
+        code = self._process.poll()
+        was_killed = code is not None and (code < 0 or code in (128 + signal.SIGKILL, EXIT_STOPPED))
+        if was_killed and not self.is_stopping and self._restarts < MAX_RESTARTS:
+            self._restarts += 1
+            self._process = self._start()
+            return None
+        return code
+
+    def new_evaluations(self) -> Iterator[tuple[int, float, bool]]:
+        """Yields step, objective and whether it is the run's last step, of the evaluations since the last call."""
+        file = self.folder / METRICS
+        with suppress(OSError):
+            size = file.stat().st_size
+            if size == self._size:
+                return
+            self._size = size
+        for record in JsonLines(file):
+            step = record.get("step")
+            names = [name for name in record if name.startswith("eval/")]
+            if not names or not isinstance(step, int) or step < 1 or step <= self._last_step:
+                continue
+            value = number_of(record.get(self._objective))
+            if value is None:
+                raise NoObjective(
+                    f"objective {self._objective} is not a number of the evaluation, which has "
+                    f"{', '.join(sorted(names)[:20])}"
+                )
+            self._last_step, self.value = step, value
+            yield step, value, step >= num_steps(self.folder)
+
+    def stop(self) -> None:
+        """Asks the run to save a checkpoint and stop."""
+        if not self.is_stopping:
+            self.is_stopping = True
+            self._process.terminate()
+
+    def kill(self) -> None:
+        """Kills the run and waits for it."""
+        self.is_stopping = True
+        self._process.kill()
+        self._process.wait()
+
+    def last_words(self) -> str:
+        """The last line that the trial printed, which names the error if it failed."""
+        with open(self.log, "rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - 4096))
+            lines = log.read().decode(errors="replace").strip().splitlines()
+        return lines[-1].removeprefix("unisono: ") if lines else "it printed nothing"
+
+
+def num_steps(folder: Path) -> int:
+    """The number of steps of a run, as its starts noted it; 0 if it has not started."""
+    steps = [event.get("steps") for event in JsonLines(folder / EVENTS)]
+    return max((each for each in steps if isinstance(each, int)), default=0)
+
+
+def number_of(value: object) -> float | None:
+    """A number of metrics.jsonl, in which nan and inf are text; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        return float(value)
+    except ValueError:
+        return None
+
+
+def final_value(folder: Path, objective: str) -> float | None:
+    """The objective of a run's last evaluation."""
+    values = [number_of(record[objective]) for record in JsonLines(folder / METRICS) if objective in record]
+    return values[-1] if values else None
+
+
+def mark_trial(folder: Path, outcome: str, **details: Any) -> None:
+    """Notes the outcome of a trial in its run folder: in run.json, and, for a pruned one, in events.jsonl.
+
+    A repeated call changes nothing.
+    """
+    file = folder / RUN
+    try:
+        record = read_json(file)
+    except (OSError, ValueError):  # the run failed before its first step, and has no folder
+        return
+    trial = {"outcome": outcome, **details}
+    if record.get("trial") == trial:
+        return
+    if outcome == "pruned" and not any(event.get("kind") == "pruned" for event in JsonLines(folder / EVENTS)):
+        append_event(folder, "pruned", **details)
+    write_atomically(file, json.dumps({**record, "trial": trial}, indent=2), durable=True, one_writer=True)

@@ -1,0 +1,313 @@
+"""Runs a study: starts trials side by side, prunes them at their evaluations, and continues after a kill.
+
+The study's process only starts and follows processes of `unisono train`; it never trains. Everything that it knows is
+in study.db and in the trials' run folders, so a killed study goes on exactly where it was: trials that were running
+continue from their own checkpoints.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from unisono.cluster.environment import detect
+from unisono.cluster.signals import handling_stop_signals
+from unisono.config.values import jsonable
+from unisono.engine.recipe import Recipe
+from unisono.engine.run_folder.new_folder import default_folder
+from unisono.engine.start.registry import check_recipe, importable_name, load_recipe
+from unisono.errors import EXIT_STOPPED, EXIT_USER_ERROR, ConfigError, TrainingFailed, UnisonoError, UserError
+from unisono.formatting import format_count, format_number
+from unisono.observe.folder import RUN, check_writable
+from unisono.observe.lock import FolderLock
+from unisono.tuning.page import write_page
+from unisono.tuning.plan import SETTINGS, SettingsSource, StudyOptions, StudyPlan, plan_study
+from unisono.tuning.slots import Slot, slots_of
+from unisono.tuning.storage import Storage, Trial, load_optuna
+from unisono.tuning.study import Study, read_trials
+from unisono.tuning.trial_run import NoObjective, TrialRun, final_value, folder_of, mark_trial, num_steps
+from unisono.typed_paths import absolute, as_typed, note_start_folder
+
+_POLL_S = 0.05
+_ALL_FAILED = 3
+"""The study ends with an error if this many trials have finished and all of them have failed."""
+
+
+class StudyStopped(UnisonoError):
+    """A signal stopped the study; the same command continues it."""
+
+    exit_code = EXIT_STOPPED
+
+    def __init__(self, signal_name: str, folder: str) -> None:
+        super().__init__(f"stopped by {signal_name}; to continue, run the same command with --output_dir {folder}")
+
+
+def tune(
+    recipe: type[Recipe] | str,
+    config: Any = None,
+    *,
+    search: Mapping[str, Any],
+    trials: int = 20,
+    objective: str | None = None,
+    direction: str | None = None,
+    pruner: str = "median",
+    pruner_startup_trials: int = 5,
+    sampler: str = "tpe",
+    parallel: int = 1,
+    **settings: Any,
+) -> Study:
+    """Searches for good settings of a recipe with Optuna, and returns the study: its trials and the best one.
+
+    `search` maps settings to values to try: a range such as "log:1e-5..1e-2" or "16..256:16", or a list of choices.
+    Every trial is a process of `unisono train`, so the recipe must be in a file of its own. `config` and the other
+    keywords are settings of all trials, as in `unisono.train`. Called again with the same `output_dir`, the study
+    continues.
+    """
+    note_start_folder()
+    recipe_class = load_recipe(recipe) if isinstance(recipe, str) else recipe
+    check_recipe(recipe_class)
+    reference = recipe if isinstance(recipe, str) else importable_name(recipe_class)
+    if reference is None:
+        raise UserError(
+            f"{recipe_class.__name__} is defined in {recipe_class.__module__}, which other processes cannot import; "
+            "move it to a file of its own"
+        )
+    names = {recipe_class.aliases.get(name, name) for name in [*settings, *search]}
+    files, passed = _from_config(config, recipe_class)
+    passed = {name: value for name, value in passed.items() if recipe_class.aliases.get(name, name) not in names}
+    overrides = {name: jsonable(value) for name, value in {**passed, **settings}.items()}
+    options = StudyOptions(
+        trials=trials,
+        objective=objective,
+        direction=direction,  # type: ignore[arg-type]  # check() reads it
+        pruner=pruner,  # type: ignore[arg-type]
+        pruner_startup_trials=pruner_startup_trials,
+        sampler=sampler,  # type: ignore[arg-type]
+        parallel=parallel,
+    )
+    source = SettingsSource(files, (), overrides)
+    return run_study(recipe_class, reference, search, options, source, lambda text: print(text, flush=True))
+
+
+def run_study(
+    recipe_class: type[Recipe],
+    recipe: str,
+    search: Mapping[str, object],
+    options: StudyOptions,
+    source: SettingsSource,
+    say: Callable[[str], None],
+) -> Study:
+    """Runs a study to its end, or continues it; raises StudyStopped if a signal stops it."""
+    world = detect()
+    if world.launcher != "plain" and world.size > 1:
+        raise UserError(f"tune starts its own runs; start it once, without {world.launcher}")
+    load_optuna()
+    plan = plan_study(recipe_class, recipe, search, options, source)
+    slots, notes = slots_of(plan.base, options.parallel)
+    path = absolute(plan.base.values["output_dir"] or default_folder(f"tune-{recipe_class.__qualname__}"))
+    check_writable(path)
+    folder = Path(path)
+    with ExitStack() as cleanup:
+        lock = FolderLock(folder)
+        lock.take()
+        cleanup.callback(lock.release)
+        if (folder / RUN).exists():
+            raise ConfigError(f"output_dir {as_typed(path)} is the folder of a run; choose another one for the study")
+        plan.check_same(folder)
+        plan.write(folder)
+        storage = Storage(folder, plan)
+        cleanup.callback(storage.close)
+        for note in notes:
+            say(f"note: {note}")
+        loop = _Loop(folder, plan, slots, storage, say)
+        try:
+            loop.run()
+        finally:
+            write_page(read_trials(folder))
+    return read_trials(folder)
+
+
+@dataclass
+class _Running:
+    run: TrialRun
+    trial: Trial
+    slot: Slot
+    began: float
+
+
+class _Loop:
+    """Starts, follows and ends the trials of a study."""
+
+    def __init__(
+        self, folder: Path, plan: StudyPlan, slots: Sequence[Slot], storage: Storage, say: Callable[[str], None]
+    ) -> None:
+        self._folder, self._plan, self._storage, self._say = folder, plan, storage, say
+        self._free, self._running = list(slots), list[_Running]()
+        self._to_continue = storage.unfinished()
+        self._signal: str | None = None
+
+    def run(self) -> None:
+        """Runs trials until enough of them have finished."""
+        for trial in self._storage.finished():  # a kill may have come between the database and the run folder
+            self._mark(trial.number)
+        done = self._storage.num_finished
+        if done or self._to_continue:
+            self._say(
+                f"continuing the study: {format_count(done, 'trial')} finished, {len(self._to_continue)} to continue"
+            )
+        with handling_stop_signals(self._on_signal), self._killing_trials_on_error():
+            while True:
+                self._start_trials()
+                if not self._running:
+                    break
+                for running in list(self._running):
+                    self._follow(running)
+                time.sleep(_POLL_S)
+        if self._signal is not None:
+            raise StudyStopped(self._signal, as_typed(self._folder))
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._signal = self._signal or signal.Signals(number).name
+        for running in self._running:
+            running.run.stop()
+
+    @contextmanager
+    def _killing_trials_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            for running in self._running:
+                running.run.kill()
+            raise
+
+    def _start_trials(self) -> None:
+        while self._free and self._signal is None:
+            if self._to_continue:
+                trial = self._storage.begin(self._to_continue.pop(0))
+                if self._prune_after_kill(trial):
+                    continue
+            elif self._storage.num_finished + len(self._running) < self._plan.options.trials:
+                trial = self._storage.begin()
+            else:
+                return
+            slot = self._free.pop(0)
+            arguments = [self._plan.recipe, *self._plan.source.arguments(self._folder / SETTINGS)]
+            arguments += [f"--{name}={value}" for name, value in trial.values.items()]
+            arguments += [*self._checkpoint_flags(), *slot.flags]
+            run = TrialRun(self._folder, trial.number, arguments, slot.environ, self._plan.objective, trial.last_step)
+            self._running.append(_Running(run, trial, slot, time.monotonic()))
+
+    def _prune_after_kill(self, trial: Trial) -> bool:
+        """Prunes a trial whose last evaluation was recorded, but not yet judged, when the study was killed."""
+        folder = folder_of(self._folder, trial.number)
+        if not 0 < trial.last_step < num_steps(folder) or not self._storage.should_prune(trial.number):
+            return False
+        self._storage.prune(trial.number)
+        self._mark(trial.number)
+        self._announce(trial.number)
+        return True
+
+    def _checkpoint_flags(self) -> list[str]:
+        """Makes trials save at each evaluation, so that a killed one loses little, unless the user chose otherwise."""
+        base, flags = self._plan.base, []
+        if not base.explicit("save_every") and base.values["eval_every"] > 0:
+            flags.append(f"--save_every={base.values['eval_every']}")
+        if not base.explicit("keep_last"):
+            flags.append("--keep_last=1")
+        return flags
+
+    def _follow(self, running: _Running) -> None:
+        run, number = running.run, running.trial.number
+        code = run.poll()  # before reading the evaluations, so that none is missed after the end
+        if not run.is_pruned:
+            for step, value, is_last in run.new_evaluations():
+                self._storage.report(number, step, value)
+                if not is_last and self._storage.should_prune(number):
+                    run.is_pruned = True
+                    self._storage.prune(number, seconds=round(time.monotonic() - running.began, 1))
+                    run.stop()
+                    break
+        if code is None:
+            return
+        self._running.remove(running)
+        self._free.insert(0, running.slot)
+        if run.is_pruned:
+            self._mark(number)
+            self._announce(number)
+        elif not (self._signal and code == EXIT_STOPPED):
+            self._finish(running, code)
+
+    def _finish(self, running: _Running, code: int) -> None:
+        run, number = running.run, running.trial.number
+        notes = {"seconds": round(time.monotonic() - running.began, 1)}
+        value = final_value(run.folder, self._plan.objective)
+        if code == 0 and value is None:
+            raise NoObjective(f"trial {number} has no evaluation: the recipe's dataset('eval') is missing or empty")
+        if code == 0 and value is not None:
+            self._storage.complete(number, value, **notes)
+        else:
+            self._storage.fail(number, run.last_words(), **notes)
+        self._mark(number)
+        self._announce(number)
+        finished = self._storage.finished()
+        if len(finished) >= min(_ALL_FAILED, self._plan.options.trials) and all(
+            trial.state.name == "FAIL" for trial in finished
+        ):
+            error = finished[-1].user_attrs.get("error", "")
+            text = f"all {len(finished)} trials have failed, the last one with: {error} (see {as_typed(run.log)})"
+            raise UserError(text) if code == EXIT_USER_ERROR else TrainingFailed(text)
+
+    def _mark(self, number: int) -> None:
+        """Notes a trial's outcome in its run folder."""
+        trial = next(each for each in self._storage.finished() if each.number == number)
+        outcome = {"COMPLETE": "complete", "PRUNED": "pruned", "FAIL": "failed"}[trial.state.name]
+        details: dict[str, Any] = {"study": os.path.basename(self._folder), "trial": number}
+        if trial.intermediate_values:
+            step = max(trial.intermediate_values)
+            value = trial.intermediate_values[step]
+            details |= {
+                "step": step,
+                "objective": self._plan.objective,
+                "value": value if math.isfinite(value) else str(value),
+            }
+        mark_trial(folder_of(self._folder, number), outcome, **details)
+
+    def _announce(self, number: int) -> None:
+        finished = self._storage.finished()
+        trial = next(each for each in finished if each.number == number)
+        objective, best = self._plan.objective, self._storage.best()
+        if trial.state.name == "FAIL":
+            result = f"failed: {trial.user_attrs.get('error', '')}"
+        elif trial.state.name == "PRUNED":
+            step = max(trial.intermediate_values)
+            result = f"pruned at step {step}, {objective} {format_number(trial.intermediate_values[step])}"
+        else:
+            result = f"{objective} {format_number(trial.value or 0.0)}"
+        values = "  ".join(f"{name} {value}" for name, value in trial.params.items())
+        leader = "" if best is None else f"  (best {format_number(best.value or 0.0)}, trial {best.number})"
+        self._say(f"[{len(finished)}/{self._plan.options.trials}] trial {number}: {result}{leader}  {values}")
+
+
+def _from_config(config: Any, recipe_class: type[Recipe]) -> tuple[tuple[Path, ...], dict[str, Any]]:
+    """Config files, or settings by name, from the `config` of a Python caller."""
+    if config is None:
+        return (), {}
+    if isinstance(config, str | os.PathLike):
+        return (Path(config),), {}
+    if isinstance(config, list | tuple):
+        return tuple(Path(file) for file in config), {}
+    if isinstance(config, Mapping):
+        return (), dict(config)
+    if is_dataclass(config) and isinstance(config, recipe_class.Config):
+        return (), {f.name: getattr(config, f.name) for f in fields(config)}
+    raise UserError(
+        f"config: expected {recipe_class.__name__}.Config, a mapping, a file or files, got {type(config).__name__}"
+    )
