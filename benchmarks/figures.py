@@ -310,15 +310,17 @@ def watch() -> str:
 
 
 def tune() -> str:
+    if not (RESULTS / "tune.json").exists():
+        return ""
     result = json.loads((RESULTS / "tune.json").read_text())
-    killed, names = result["killed"], ("state", "params", "value", "evaluations")
-    same = sum(all(one[name] == other[name] for name in names) for one, other in zip(result["whole"], killed, strict=True))
-    states = [trial["state"] for trial in killed]
+    pairs, names = zip(result["whole"], result["killed"], strict=True), ("state", "params", "value", "evaluations")
+    same = sum(all(one[name] == other[name] for name in names) for one, other in pairs)
+    states = [trial["state"] for trial in result["killed"]]
     best = "the same" if result["best_whole"] == result["best_killed"] else "another one"
-    text = f"A study of {result['trials']} trials of TwoMoons, with all its processes killed {len(result['kills'])} times, "
-    text += f"ended with {len(states)} finished trials: {states.count('complete')} complete and {states.count('pruned')} pruned. "
-    text += f"{same} of {len(killed)} trials equal those of the study without kills, bit by bit, and the best trial is {best}"
-    return text + " ([results](../benchmarks/results/tune.md)).\n"
+    text = f"A study of {result['trials']} trials of TwoMoons, with all its processes killed {len(result['kills'])} "
+    text += f"times, ended with {len(states)} finished trials: {states.count('complete')} complete and "
+    text += f"{states.count('pruned')} pruned. {same} of {len(states)} trials equal those of the study without kills, "
+    return text + f"bit by bit, and the best trial is {best} ([results](../benchmarks/results/tune.md)).\n"
 
 
 PAGES: dict[Path, dict[str, Callable[[], str]]] = {

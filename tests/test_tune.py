@@ -132,6 +132,7 @@ def kill_all(study: Any, mark: dict[str, str]) -> None:
     study.wait()
 
 
+@pytest.mark.timeout(900)  # seven starts of Python and torch in turn, which take long on a busy machine
 def test_a_study_that_was_killed_twice_equals_one_that_was_not(tmp_path: Path) -> None:
     flags = ("--gpus", "0", "--num_points", "512", "--eval_every", "50", "--num_epochs", "75", *SEARCH)
     command = ("-m", "unisono", "tune", MOONS, *flags, "--trials", "3", "--pruner_startup_trials", "1")
@@ -261,7 +262,16 @@ def test_an_unknown_objective_ends_the_study_and_names_the_metrics(tmp_path: Pat
 
 @pytest.mark.slow
 def test_a_study_whose_trials_all_fail_ends_with_the_reason(tmp_path: Path) -> None:
-    rates = ("--search", "learning_rate=1e11|1e12", "--optimizer", "sgd", "--grad_clip", "0", "--max_skipped_steps", "1")
+    rates = (
+        "--search",
+        "learning_rate=1e11|1e12",
+        "--optimizer",
+        "sgd",
+        "--grad_clip",
+        "0",
+        "--max_skipped_steps",
+        "1",
+    )
     done = run("tune", MOONS, *rates, *SHORT, "--trials", "2", "--output_dir", "s", cwd=tmp_path)
     assert done.code == 3, done.err
     assert "all 2 trials have failed, the last one with:" in done.err and "0001.log" in done.err
@@ -269,9 +279,7 @@ def test_a_study_whose_trials_all_fail_ends_with_the_reason(tmp_path: Path) -> N
 
 
 def gpu(index: int) -> Gpu:
-    values: dict[str, Any] = {"index": index, "uuid": f"GPU-{index}", "total_bytes": 80 << 30, "free_bytes": 80 << 30}
-    names = Gpu.__dataclass_fields__
-    return Gpu(**{name: values[name] for name in names if name in values})
+    return Gpu(index, f"GPU-{index}", "H200", total_bytes=80 << 30, free_bytes=80 << 30)
 
 
 def test_parallel_trials_divide_the_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

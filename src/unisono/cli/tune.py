@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 from unisono.cli.arguments import TrainingParser
 from unisono.engine.start.registry import load_recipe
+from unisono.engine.start.settings_source import SettingsSource
 from unisono.errors import EXIT_DONE, EXIT_STOPPED, ConfigError
-from unisono.tuning.plan import DIRECTIONS, PRUNERS, SAMPLERS, SettingsSource, StudyOptions
+from unisono.tuning.plan import DIRECTIONS, PRUNERS, SAMPLERS, StudyOptions
 from unisono.tuning.space import split_flag
 from unisono.typed_paths import as_typed, note_start_folder
 

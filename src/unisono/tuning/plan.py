@@ -19,7 +19,7 @@ from unisono.config.values import did_you_mean, jsonable, shown
 from unisono.engine.checks import check_run
 from unisono.engine.recipe import Recipe
 from unisono.engine.start.registry import recipes_with
-from unisono.engine.start.run import configure
+from unisono.engine.start.settings_source import SettingsSource
 from unisono.errors import ConfigError, UserError
 from unisono.plain_files import read_json
 from unisono.settings import Settings
@@ -69,27 +69,6 @@ class StudyOptions:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ConfigError(f"{name}: expected a whole number from {least} on, got {shown(value)}")
-
-
-@dataclass(frozen=True)
-class SettingsSource:
-    """Where the settings that all trials share come from, as in `unisono train`."""
-
-    files: tuple[Path, ...] = ()
-    flags: tuple[str, ...] = ()
-    overrides: Mapping[str, Any] = field(default_factory=dict)
-    """Settings that a Python caller passes. They reach the trials in a file of the study's folder."""
-
-    def resolve(self, recipe_class: type[Recipe], searched: Mapping[str, str]) -> Resolved:
-        """The settings of a trial with these values of the searched settings."""
-        flags = [*self.flags, *(f"--{name}={value}" for name, value in searched.items())]
-        return configure(recipe_class, file=self.files, flags=flags, overrides=self.overrides)
-
-    def arguments(self, settings_file: Path) -> list[str]:
-        """The arguments of `unisono train` for these settings; `settings_file` holds the overrides, if any."""
-        files = [*self.files, *([settings_file] if self.overrides else [])]
-        words = [word for file in files for word in ("--config", str(file))]
-        return [*words, *_without_output_dir(self.flags)]
 
 
 @dataclass(frozen=True)
@@ -239,19 +218,6 @@ def check_evaluations(base: Resolved, spaces: Sequence[Space], options: StudyOpt
 
 def _explain(name: str, known: Mapping[str, Field], prefix: str) -> str:
     return foreign_answer(name, known, recipes_with, prefix)
-
-
-def _without_output_dir(flags: Sequence[str]) -> list[str]:
-    """The flags without --output_dir, which names the folder of the study and not that of a trial."""
-    kept: list[str] = []
-    words = iter(flags)
-    for word in words:
-        name, equals, _ = word.replace("-", "_").partition("=")
-        if name != "__output_dir":
-            kept.append(word)
-        elif not equals:
-            next(words, None)
-    return kept
 
 
 def read_study(folder: Path) -> dict[str, Any] | None:

@@ -24,12 +24,13 @@ from unisono.config.values import jsonable
 from unisono.engine.recipe import Recipe
 from unisono.engine.run_folder.new_folder import default_folder
 from unisono.engine.start.registry import check_recipe, importable_name, load_recipe
+from unisono.engine.start.settings_source import SettingsSource
 from unisono.errors import EXIT_STOPPED, EXIT_USER_ERROR, ConfigError, TrainingFailed, UnisonoError, UserError
 from unisono.formatting import format_count, format_number
 from unisono.observe.folder import RUN, check_writable
 from unisono.observe.lock import FolderLock
 from unisono.tuning.page import write_page
-from unisono.tuning.plan import SETTINGS, SettingsSource, StudyOptions, StudyPlan, plan_study
+from unisono.tuning.plan import SETTINGS, StudyOptions, StudyPlan, plan_study
 from unisono.tuning.slots import Slot, slots_of
 from unisono.tuning.storage import Storage, Trial, load_optuna
 from unisono.tuning.study import Study, read_trials

@@ -32,6 +32,7 @@ from unisono.engine.start.prepare import StoppedBeforeTraining
 from unisono.engine.start.rank_start import RankStart
 from unisono.engine.start.registry import importable_name
 from unisono.engine.trainer import Trainer
+from unisono.engine.training_run import TrainingRun
 from unisono.faults import Fault, Injector, parse
 from unisono.observe.folder import append_event
 from unisono.observe.status_line import print_line
@@ -42,7 +43,12 @@ T = TypeVar("T")
 TrainerT = TypeVar("TrainerT", bound=Trainer)
 
 
-def run_session(recipe_class: type[Recipe], resolved: Resolved, start: RankStart) -> Result:
+TrainerFactory = Callable[[TrainingRun, Callable[[], None]], Trainer]
+
+
+def run_session(
+    recipe_class: type[Recipe], resolved: Resolved, start: RankStart, make_trainer: TrainerFactory = Trainer
+) -> Result:
     """Trains on this rank; every rank of the run calls it."""
     settings, world = resolved.build(Settings), start.world
     heartbeat = Heartbeat(world.rank, start.job_folder)
@@ -59,7 +65,7 @@ def run_session(recipe_class: type[Recipe], resolved: Resolved, start: RankStart
                 session.note_unfinished_run()
                 folder = path = watchdog.run_folder = session.folder
                 watchdog.record_event = lambda event, details: append_event(path, event, **details)
-                result = session.run()
+                result = session.run(make_trainer)
         except BaseException as error:
             note_crash(error, world, heartbeat.last, folder, start.job_folder)
             if world.size == 1:  # with several ranks, leaving could wait forever for a peer that has died
@@ -109,11 +115,11 @@ class Session:
         """The run folder."""
         return self._entered.folder.path
 
-    def run(self) -> Result:
+    def run(self, make_trainer: TrainerFactory = Trainer) -> Result:
         """Trains from the newest checkpoint to the end."""
         with self.computing():
             try:
-                trainer = self.build(Trainer)
+                trainer = self.build(make_trainer)
             except StoppedBeforeTraining as stopped:
                 if self._rank.world.is_main:
                     print_line(str(stopped))
@@ -159,7 +165,7 @@ class Session:
         assert chosen.path is not None
         return chosen.path
 
-    def build(self, trainer_class: type[TrainerT]) -> TrainerT:
+    def build(self, make_trainer: Callable[[TrainingRun, Callable[[], None]], TrainerT]) -> TrainerT:
         """Builds and announces the run and returns its trainer; every rank calls it.
 
         Raises StoppedBeforeTraining if a signal came during prepare().
@@ -174,7 +180,7 @@ class Session:
             if world.is_main:
                 open_run_folder(run)
 
-        return trainer_class(run, after_first_step)
+        return make_trainer(run, after_first_step)
 
 
 def _remarks_on_changes(entered: EnteredRun) -> list[str]:
