@@ -15,7 +15,13 @@ def main(argv: list[str]) -> int:
         "Write one self-contained HTML page about a run: curves, speed, memory, faults, previews. With several runs, "
         "the page compares them: their curves in the same charts, and the settings in which they differ.",
     )
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run folders, at most 8, or a study of unisono tune")
+    parser.add_argument(
+        "runs",
+        type=Path,
+        nargs="+",
+        metavar="RUN",
+        help="run folders, at most 8, or the folder of a study of unisono tune",
+    )
     parser.add_argument(
         "--output",
         type=Path,
