@@ -5,14 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["Loss", "Recipe", "__version__", "train", "tune"]
+__all__ = ["Group", "Loss", "Recipe", "__version__", "train", "tune"]
 
 if TYPE_CHECKING:
     from unisono.engine.recipe import Loss, Recipe
     from unisono.engine.start.run import train
+    from unisono.engine.turns.group import Group
     from unisono.tuning.tune import tune
 
 _MODULES = {
+    "Group": "unisono.engine.turns.group",
     "Recipe": "unisono.engine.recipe",
     "Loss": "unisono.engine.recipe",
     "train": "unisono.engine.start.run",

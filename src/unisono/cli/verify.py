@@ -13,11 +13,15 @@ from unisono.devices import num_cpu_cores
 from unisono.engine.start.registry import load_recipe
 from unisono.engine.start.run import configure
 from unisono.engine.start.warm_rank import COMMAND
+from unisono.engine.turns.group import check_groups
 from unisono.errors import EXIT_DIFFERENCE, EXIT_DONE, EXIT_FAILED, ConfigError
 
 if TYPE_CHECKING:
+    from unisono.config.resolve import Resolved
+    from unisono.engine.recipe import Recipe
     from unisono.engine.verification.verify import VariantFailed, VariantResult, Verdict, VerifyPlan
 
+_DEFAULT_STEPS = 5
 _DESCRIPTION = """Prove that a recipe trains the same on 1 and on N ranks.
 
 Trains the same few steps on each number of ranks, with one and with several micro-batches, under each strategy, and
@@ -42,7 +46,13 @@ def _parser() -> TrainingParser:
         help="numbers of ranks to compare; the first is the reference. A single number compares micro-batches only "
         "(default: 1,2)",
     )
-    parser.add_argument("--steps", default="5", metavar="N", help="optimizer steps of each run (default: 5)")
+    parser.add_argument(
+        "--steps",
+        default=None,
+        metavar="N",
+        help="optimizer steps of each run (default: 5; if the recipe trains groups of weights in turn, at least the "
+        "step after all of their turns)",
+    )
     parser.add_argument(
         "--strategies",
         default="ddp",
@@ -70,7 +80,8 @@ def main(argv: list[str]) -> int:
         return EXIT_DONE
     if any(flag.partition("=")[0] == "--strategy" for flag in flags):
         raise ConfigError("verify compares strategies and ignores --strategy; pass --strategies, for instance ddp,fsdp")
-    ranks, steps = _numbers(options.ranks, "ranks"), _numbers(options.steps, "steps")[0]
+    ranks = _numbers(options.ranks, "ranks")
+    steps = _DEFAULT_STEPS if options.steps is None else _numbers(options.steps, "steps")[0]
     max_ranks = max(64, 8 * num_cpu_cores())
     if max(ranks) > max_ranks:
         raise ConfigError(
@@ -83,6 +94,8 @@ def main(argv: list[str]) -> int:
         resolved = configure(kind, file=config, flags=flags)
         from unisono.engine.verification.verify import VariantFailed, VerifyPlan, verify
 
+        if options.steps is None:
+            steps = max(steps, _steps_of_all_turns(kind, resolved))
         precision = options.precision or kind.verify_precision
         context = max(1, resolved.values["context_parallel"])  # verify() rejects others
         plan = VerifyPlan(ranks, steps, tuple(options.strategies.split(",")), precision, context)
@@ -92,6 +105,12 @@ def main(argv: list[str]) -> int:
             _print_failure(error)
             return error.exit_code
     return print_verdict(verdict, plan)
+
+
+def _steps_of_all_turns(kind: type[Recipe], resolved: Resolved) -> int:
+    """The number of steps after which every group has had its turn, and one of them a second one."""
+    groups = check_groups(kind(resolved.build(kind.Config)).groups())
+    return 1 + sum(group.steps for group in groups) if groups else 0
 
 
 def _print_failure(failure: VariantFailed) -> None:

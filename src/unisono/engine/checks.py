@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection
-from dataclasses import fields
+from dataclasses import fields, replace
 
 from unisono.config.resolve import Resolved
 from unisono.config.values import did_you_mean, shown
 from unisono.engine.recipe import Recipe
-from unisono.errors import ConfigError
+from unisono.engine.turns.group import check_groups
+from unisono.errors import ConfigError, RecipeError
 from unisono.faults import parse
-from unisono.settings import LARGEST_BATCH, LaunchSettings, PrecisionSettings, Settings
+from unisono.settings import LARGEST_BATCH, LaunchSettings, OptimSettings, PrecisionSettings, Settings
 
 _BATCH = ("batch_size", "global_batch_size", "gradient_accumulation_steps", "eval_batch_size", "micro_batch")
 _AT_LEAST_ONE = (
@@ -65,6 +66,7 @@ def check_run(recipe_class: type[Recipe], resolved: Resolved) -> Recipe:
 def check_with_recipe(recipe: Recipe, settings: Settings, resolved: Resolved) -> None:
     """Rejects settings that the recipe does not support, an unknown optimizer and an unknown best_metric."""
     recipe.check_settings(settings)
+    _check_groups(recipe, settings)
     if settings.parallel.context_parallel > 1 and (recipe.coupled or not recipe.supports_context_parallel):
         reason = "compares samples with each other" if recipe.coupled else "does not say how to divide a sample"
         raise ConfigError(
@@ -73,10 +75,7 @@ def check_with_recipe(recipe: Recipe, settings: Settings, resolved: Resolved) ->
         )
     if settings.precision.base_precision != "auto" and recipe.has_frozen_weights is False:
         raise nothing_frozen(settings.precision.base_precision)
-    if settings.optim.optimizer.lower() not in _COMMON_OPTIMIZERS:
-        from unisono.engine.step.make_optimizer import named_optimizer  # imported here, because torch takes seconds
-
-        named_optimizer(settings.optim.optimizer)
+    _check_optimizer(settings.optim)
     best_metric = settings.eval.best_metric
     if best_metric is None:
         return
@@ -87,6 +86,27 @@ def check_with_recipe(recipe: Recipe, settings: Settings, resolved: Resolved) ->
         check_held_out(names or None, settings, resolved)
     if names:
         _check_best_metric(best_metric, names)
+
+
+def _check_groups(recipe: Recipe, settings: Settings) -> None:
+    """Checks the groups of weights that are trained in turn, and the settings of each."""
+    groups = check_groups(recipe.groups())
+    if groups and recipe.coupled:
+        raise RecipeError("groups() does not work with couple() and couple_rows(); write loss(), or remove groups()")
+    for group in groups:
+        optim = group.optim(settings.optim)
+        try:
+            check_settings(replace(settings, optim=optim, ema=group.ema(settings.ema)))
+            _check_optimizer(optim)
+        except ConfigError as error:
+            raise ConfigError(f"groups(), {group.name}: {error}") from None
+
+
+def _check_optimizer(settings: OptimSettings) -> None:
+    if settings.optimizer.lower() not in _COMMON_OPTIMIZERS:
+        from unisono.engine.step.make_optimizer import named_optimizer  # imported here, because torch takes seconds
+
+        named_optimizer(settings.optimizer)
 
 
 def nothing_frozen(base_precision: str) -> ConfigError:
@@ -109,7 +129,7 @@ def check_held_out(held_out: object | None, settings: Settings, resolved: Resolv
 def check_measured(recipe: Recipe, settings: Settings, metrics: Collection[str]) -> None:
     """Rejects a best_metric that the default evaluate() does not return: it returns the metrics of loss()."""
     if settings.eval.best_metric is not None and type(recipe).evaluate is Recipe.evaluate and not recipe.coupled:
-        _check_best_metric(settings.eval.best_metric, {"loss", *metrics})
+        _check_best_metric(settings.eval.best_metric, metrics)
 
 
 def _check_best_metric(best_metric: str, names: Collection[str]) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from unisono.engine.clock import Clock
+from unisono.engine.turns.group import Group as Group
 from unisono.engine.work import Work as Work
 
 if TYPE_CHECKING:  # `unisono --help` must not wait for torch
@@ -89,6 +90,13 @@ class Recipe:
 
     Use it in loss(), embed(), couple(), evaluate() and preview(). Do not use it in datasets and collate(), which run
     ahead of the step in other processes.
+    """
+
+    group: str = ""
+    """The name of the group of weights that this step trains, in a recipe with groups(); set by the engine.
+
+    It is set when the engine calls loss(), optimizer(), learning_rate() and flops(). In evaluate() and preview() it is
+    the name of the first group.
     """
 
     supports_context_parallel: ClassVar[bool] = False
@@ -201,6 +209,7 @@ class Recipe:
 
         A single number is the rate of the optimizer's first parameter group, and the other groups keep their ratio to
         it; a sequence contains one number per group. The rate must depend only on `step` and on what remember() stores.
+        In a recipe with groups(), `step` counts the steps of `self.group` only.
         """
         return None
 
@@ -218,6 +227,14 @@ class Recipe:
         call model() with meta as torch's default device. If that fails, they call it again and build it on the CPU too.
         """
         raise NotImplementedError
+
+    def groups(self) -> Sequence[Group]:
+        """Groups of weights that are trained in turn, in this order: a generator and its critic. None by default.
+
+        Each step computes loss() for one group, `self.group`, and updates only its weights; gradients still flow
+        through the others. Every trainable weight must be in one group. Groups must depend on the settings only.
+        """
+        return ()
 
     def weights(self, model: nn.Module) -> Weights | None:
         """The initial weights of a model that model() built on meta; None lets its modules initialise themselves.
@@ -307,7 +324,10 @@ class Recipe:
         return None
 
     def optimizer(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer | None:
-        """Creates the optimizer from (name, parameter) pairs; return None to use the optimizer in the settings."""
+        """Creates the optimizer from (name, parameter) pairs; return None to use the optimizer in the settings.
+
+        In a recipe with groups(), it is called for each of them, with the weights of `self.group`.
+        """
         return None
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module] | None:
@@ -321,13 +341,18 @@ class Recipe:
         """Metrics of an evaluation batch as (sum, count) pairs or torchmetrics objects; by default those of loss().
 
         Sum and count may be one-dimensional tensors: the metric is then a curve. A torchmetrics object that computes a
-        mapping yields one metric per key.
+        mapping yields one metric per key. In a recipe with groups(), the default is each group's loss and metrics, as
+        `critic/loss`.
         """
-        loss = self.loss(model, batch, noise)
-        metrics = {
-            name: value if isinstance(value, tuple) else (value, loss.count) for name, value in loss.metrics.items()
-        }
-        return {"loss": (loss.total, loss.count), **metrics}
+        if not (groups := self.groups()):
+            return _measured(self.loss(model, batch, noise))
+        metrics: dict[str, Any] = {}
+        for group in groups:
+            self.group = group.name
+            of_group = _measured(self.loss(model, batch, noise))
+            metrics |= {f"{group.name}/{name}": value for name, value in of_group.items()}
+        self.group = groups[0].name
+        return metrics
 
     def frozen(self) -> Mapping[str, nn.Module]:
         """Modules that are used but not trained (a teacher, a VAE); the engine moves them to the device."""
@@ -365,3 +390,9 @@ class Recipe:
         from safetensors.torch import save_model
 
         save_model(model, str(folder / "model.safetensors"))
+
+
+def _measured(loss: Loss) -> dict[str, Any]:
+    """A loss and its metrics as (sum, count) pairs."""
+    own = {name: value if isinstance(value, tuple) else (value, loss.count) for name, value in loss.metrics.items()}
+    return {"loss": (loss.total, loss.count), **own}

@@ -134,6 +134,7 @@ class Recorder:
             "step": report.step,
             "epoch": round(report.samples / num_samples, 4),
             "samples": report.samples,
+            **({"group": report.group} if report.group else {}),
             "loss": report.loss,
             "lr": report.learning_rate,
             "grad_norm": report.grad_norm,

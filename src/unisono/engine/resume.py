@@ -28,7 +28,7 @@ from unisono.checkpoint.pickles import how_to_convert, is_pickle
 from unisono.checkpoint.snapshot import shapes_of
 from unisono.engine.recipe import Recipe
 from unisono.engine.state import TrainState
-from unisono.engine.step.components import Components
+from unisono.engine.step.components import Components, TrainedGroup
 from unisono.engine.step.optimizer_wrapper import OptimizerWrapper
 from unisono.errors import RecipeError, UserError
 from unisono.parallel.strategy import Strategy
@@ -45,13 +45,14 @@ class ChosenCheckpoint:
 
 def tensors_of(components: Components) -> dict[str, Tensor]:
     """Every tensor that a checkpoint stores, by its name there."""
-    strategy, optimizer = components.strategy, components.optimizer
-    average = {} if components.ema is None else components.ema.tensors()
-    return {
-        **{f"model.{name}": tensor for name, tensor in strategy.tensors().items()},
-        **_optimizer_tensors(strategy, optimizer, optimizer.tensors()),
-        **{f"ema.{name}": strategy.as_stored(name, tensor) for name, tensor in average.items()},
-    }
+    strategy, groups = components.strategy, components.groups
+    tensors = {f"model.{name}": tensor for name, tensor in strategy.tensors().items()}
+    for group in groups:
+        tensors |= _optimizer_tensors(strategy, group.optimizer, group.optimizer.tensors())
+    averages = [group.ema.tensors() for group in groups if group.ema is not None]
+    for average in averages:
+        tensors |= {f"ema.{name}": strategy.as_stored(name, tensor) for name, tensor in average.items()}
+    return tensors
 
 
 def _optimizer_tensors(
@@ -77,14 +78,20 @@ def remembered_by(recipe: Recipe) -> Any:
 
 def extra_of(components: Components) -> dict[str, Any]:
     """Everything else that a checkpoint stores, as JSON."""
-    components.state.loss_scale = components.scale.to_json() if components.scale is not None else None
-    extra = {
-        "state": components.state.to_json(),
-        "optimizer": components.optimizer.to_json(),
-        "optimizer_class": components.optimizer.class_name,
-    }
+    plain: dict[str, Any] = {}
+    for group in components.groups:
+        group.state.loss_scale = group.scale.to_json() if group.scale is not None else None
+        plain |= group.optimizer.to_json()
+    extra = {"state": components.state.to_json(), "optimizer": plain, "optimizer_class": _optimizer_class(components)}
     remembered = remembered_by(components.recipe)
     return extra if remembered is None else {**extra, "recipe": remembered}
+
+
+def _optimizer_class(components: Components) -> str | dict[str, str]:
+    """The class of the optimizer, or those of the groups by name."""
+    if components.groups[0].declared is None:
+        return components.groups[0].optimizer.class_name
+    return {group.name: group.optimizer.class_name for group in components.groups}
 
 
 @dataclass(frozen=True)
@@ -222,10 +229,12 @@ def restore(
     targets = _Targets(contents, extra, components)
     world = components.strategy.placement.world
     load(contents.path, targets.tensors, group=group, world=world, unused=targets.unused, contents=contents)
-    components.optimizer.restore(targets.optimizer, targets.plain)
+    for trained in components.groups:
+        trained.optimizer.restore(targets.optimizer, targets.plain)
     components.strategy.weights_changed()
-    if targets.without_average and components.ema is not None:
-        components.ema.restart()
+    for trained in targets.without_average:
+        assert trained.ema is not None
+        trained.ema.restart()
     _restore_state(components, targets.state)
     if "recipe" in extra:
         components.recipe.recall(extra["recipe"])
@@ -237,31 +246,62 @@ class _Targets:
     def __init__(self, contents: Contents, extra: Mapping[str, Any], components: Components) -> None:
         path, everything = contents.path, contents.shapes
         self.state, self.plain = _state_in(extra)
-        _check_optimizer_class(path, extra, components.optimizer.class_name)
+        _check_rhythm(path, self.state, components)
+        _check_optimizer_class(path, extra, _optimizer_class(components))
         present = tensors_of(components)
+        self.tensors = dict(present)
         self.optimizer: dict[tuple[str, str], Tensor] = {}
-        if not components.optimizer.has_all_state:
-            self.optimizer = _missing_optimizer_state(everything, components.strategy, present)
+        for optimizer in [group.optimizer for group in components.groups]:
+            if not optimizer.has_all_state:
+                missing = _missing_optimizer_state(everything, components.strategy, present, optimizer)
+                self.tensors |= _optimizer_tensors(components.strategy, optimizer, missing)
+                self.optimizer |= missing
         _check_plain(path, self.plain, components, everything)
-        self.tensors = present | _optimizer_tensors(components.strategy, components.optimizer, self.optimizer)
-        self.without_average = components.ema is not None and not any(name.startswith("ema.") for name in everything)
-        if self.without_average:  # the average was enabled after this checkpoint, and starts from the loaded weights
-            self.tensors = {name: tensor for name, tensor in self.tensors.items() if not name.startswith("ema.")}
-        # The average was disabled after this checkpoint.
-        self.unused = {name for name in everything if name.startswith("ema.") and components.ema is None}
+        # An average that was enabled after this checkpoint starts from the loaded weights.
+        self.without_average: list[TrainedGroup] = []
+        averaged: set[str] = set()
+        for group in components.groups:
+            names = set() if group.ema is None else {f"ema.{name}" for name in group.ema.tensors()}
+            averaged |= names
+            if names and not names & everything.keys():
+                self.without_average.append(group)
+                self.tensors = {name: tensor for name, tensor in self.tensors.items() if name not in names}
+        # An average that was disabled after this checkpoint.
+        disabled = {f"ema.{name}" for name, _ in components.strategy.parameters} - averaged
+        self.unused = {name for name in everything if name in disabled or (name.startswith("ema.") and not averaged)}
         self.saved = {name: shape for name, shape in everything.items() if name not in self.unused}
 
 
-def _check_optimizer_class(path: Path, extra: Mapping[str, Any], class_name: str) -> None:
-    """Rejects the state of another optimizer. A recipe's optimizer() may return another class than before."""
-    saved = extra.get("optimizer_class", class_name)  # older checkpoints do not store the class
-    if not isinstance(saved, str):
-        raise CheckpointError(f"{path} cannot be loaded: state.json names no class of optimizers")
-    if saved != class_name:
+def _check_rhythm(path: Path, state: TrainState, components: Components) -> None:
+    """Rejects a checkpoint of other groups, or with other numbers of steps, from which follows whose turn it is."""
+    saved = {name: group.steps for name, group in state.groups.items()}
+    here = {name: group.steps for name, group in components.state.groups.items()}
+    if list(saved.items()) != list(here.items()):
         raise CheckpointError(
-            f"{path} has the state of the optimizer {saved}, but this run uses {class_name}; use {saved} again, or "
-            "start a new run in another output_dir"
+            f"{path} cannot be loaded: it trained {_rhythm(saved)}, and this run trains {_rhythm(here)}; keep names, "
+            "order and steps of groups(), or start a new run in another output_dir"
         )
+
+
+def _rhythm(groups: Mapping[str, int]) -> str:
+    named = ", ".join(f"{name} for {steps} step{'s' * (steps > 1)}" for name, steps in groups.items())
+    return f"in turn {named}" if named else "all weights together"
+
+
+def _check_optimizer_class(path: Path, extra: Mapping[str, Any], here: str | dict[str, str]) -> None:
+    """Rejects the state of another optimizer. A recipe's optimizer() may return another class than before."""
+    saved = extra.get("optimizer_class", here)  # older checkpoints do not store the class
+    classes = saved if isinstance(saved, dict) else {"": saved}
+    ours = here if isinstance(here, dict) else {"": here}
+    if classes.keys() != ours.keys() or not all(isinstance(each, str) for each in classes.values()):
+        raise CheckpointError(f"{path} cannot be loaded: state.json names no class of optimizers")
+    for name, class_name in classes.items():
+        if class_name != ours[name]:
+            of_group = f" for {name}" if name else ""
+            raise CheckpointError(
+                f"{path} has the state of the optimizer {class_name}{of_group}, but this run uses {ours[name]}; use "
+                f"{class_name} again, or start a new run in another output_dir"
+            )
 
 
 def _check_plain(path: Path, plain: dict[str, dict[str, Any]], components: Components, saved: Collection[str]) -> None:
@@ -270,7 +310,7 @@ def _check_plain(path: Path, plain: dict[str, dict[str, Any]], components: Compo
         raise CheckpointError(
             f"{path} cannot be loaded: its optimizer has state of {unknown[0]!r}, which is not in the model"
         )
-    here = components.optimizer.tensors()
+    here = {key for group in components.groups for key in group.optimizer.tensors()}
     for name, slots in plain.items():
         for slot, value in slots.items():
             is_tensor = (name, slot) in here or f"optimizer.{name}.{slot}" in saved
@@ -279,10 +319,13 @@ def _check_plain(path: Path, plain: dict[str, dict[str, Any]], components: Compo
 
 
 def _missing_optimizer_state(
-    saved: Mapping[str, tuple[Sequence[int], torch.dtype]], strategy: Strategy, present: Collection[str]
+    saved: Mapping[str, tuple[Sequence[int], torch.dtype]],
+    strategy: Strategy,
+    present: Collection[str],
+    optimizer: OptimizerWrapper,
 ) -> dict[tuple[str, str], Tensor]:
     """Empty tensors for saved optimizer state that this optimizer would create only in its first step."""
-    parameters = dict(strategy.parameters)
+    parameters = {name: parameter for name, parameter in strategy.parameters if optimizer.is_of(parameter)}
     targets = {}
     for key, (shape, dtype) in saved.items():
         name, _, slot = key.removeprefix("optimizer.").rpartition(".")
@@ -296,6 +339,10 @@ def _missing_optimizer_state(
 
 def _restore_state(components: Components, state: TrainState) -> None:
     for name, value in vars(state).items():
-        setattr(components.state, name, value)
-    if components.scale is not None and state.loss_scale is not None:
-        components.scale.load_json(state.loss_scale)
+        if name != "groups":
+            setattr(components.state, name, value)
+    for name, saved in state.groups.items():  # the groups hold their states
+        vars(components.state.groups[name]).update(vars(saved))
+    for group in components.groups:
+        if group.scale is not None and group.state.loss_scale is not None:
+            group.scale.load_json(group.state.loss_scale)

@@ -13,7 +13,20 @@ from unisono.checkpoint.manifest import CheckpointError
 _ESSENTIAL = ("global_batch", "step", "samples", "skipped", "skipped_in_a_row", "expected_count", "num_samples")
 _COUNTS = (*_ESSENTIAL, "bad_samples", "micro_batch", "memory_failures", "memory_step")
 _LIMITS = {"global_batch": 2**32, "micro_batch": 2**32}  # planning a larger global batch would take minutes
+_OF_GROUP = ("steps", "skipped", "skipped_in_a_row", "expected_count")
 _MEMBERS = {"loss_scale": {"value", "good_steps"}, "best": {"metric", "value", "step"}}
+
+
+@dataclass
+class GroupState:
+    """The state of one of several groups of weights that are trained in turn."""
+
+    steps: int  # steps in a row: a resumed run must have the same rhythm
+    skipped: int = 0  # as in TrainState, but of this group's steps
+    skipped_in_a_row: int = 0
+    expected_count: float = 0.0
+    loss_scale: dict[str, float] | None = None
+    latest: dict[str, float] = field(default_factory=dict)  # loss and metrics of its last step, the finite ones
 
 
 @dataclass
@@ -35,10 +48,14 @@ class TrainState:
     loss_scale: dict[str, float] | None = None
     best: dict[str, Any] | None = None
     last_metrics: dict[str, Any] = field(default_factory=dict)
+    groups: dict[str, GroupState] = field(default_factory=dict)  # by name; empty if the recipe has no groups
 
     def to_json(self) -> dict[str, Any]:
         """The state as a JSON value."""
-        return asdict(self)
+        data = asdict(self)
+        if not self.groups:  # as in checkpoints of earlier versions
+            del data["groups"]
+        return data
 
     @classmethod
     def from_json(cls, data: Any) -> TrainState:
@@ -52,11 +69,16 @@ class TrainState:
             if name not in data:
                 raise CheckpointError(f"the state lacks {name!r}")
         hints = get_type_hints(cls)
+        if not isinstance(data.get("groups", {}), dict):
+            raise CheckpointError(f"the state's 'groups' cannot be {_short(data['groups'])}")
         for name, value in data.items():
+            if name == "groups":
+                continue
             lacks = isinstance(value, dict) and not _MEMBERS.get(name, set()) <= value.keys()
             if lacks or not _is_a(value, hints[name]):
                 raise CheckpointError(f"the state's {name!r} cannot be {_short(value)}")
-        state = cls(**data)
+        groups = {name: _group_from_json(name, value) for name, value in data.get("groups", {}).items()}
+        state = cls(**{**data, "groups": groups})
         for name in _COUNTS:
             if not (name == "global_batch") <= getattr(state, name) <= _LIMITS.get(name, 2**62):
                 raise CheckpointError(f"the state's {name!r} cannot be {getattr(state, name)}")
@@ -65,6 +87,20 @@ class TrainState:
         if state.best is not None and not _is_best(state.best):
             raise CheckpointError("the state's 'best' is not the record of a best checkpoint")
         return state
+
+
+def _group_from_json(name: str, data: Any) -> GroupState:
+    hints = get_type_hints(GroupState)
+    if not isinstance(data, dict) or data.keys() != hints.keys():
+        raise CheckpointError(f"the state of the group {_short(name)} is not one of this version")
+    for member, value in data.items():
+        lacks = isinstance(value, dict) and not _MEMBERS.get(member, set()) <= value.keys()
+        if lacks or not _is_a(value, hints[member]) or (member in _OF_GROUP and value < (member == "steps")):
+            raise CheckpointError(f"{member!r} of the group {_short(name)} cannot be {_short(value)}")
+    state = GroupState(**data)
+    if state.loss_scale is not None and state.loss_scale["value"] <= 0:
+        raise CheckpointError(f"the loss scale of the group {_short(name)} cannot be {state.loss_scale['value']}")
+    return state
 
 
 def _is_best(best: dict[str, Any]) -> bool:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 from unisono.checkpoint.save import Best, Saver
 from unisono.data.loader import BadSample
@@ -22,9 +23,9 @@ from unisono.engine.memory.micro_batch_size import MicroBatchSizer
 from unisono.engine.previews import draw_preview
 from unisono.engine.recorder import Recorder
 from unisono.engine.resume import extra_of, remembered_by, tensors_of
-from unisono.engine.step.learning_rate import learning_rate_factor
-from unisono.engine.step.optimizer_step import OptimizerStep, StepReport
+from unisono.engine.step.optimizer_step import StepReport
 from unisono.engine.step.out_of_memory import OutOfMemoryHere, OutOfMemoryTogether
+from unisono.engine.step.steps_in_turn import StepsInTurn
 from unisono.engine.training_run import TrainingRun
 from unisono.errors import TrainingFailed, TryAgain, TrySmaller, UnisonoError
 from unisono.observe.folder import append_event
@@ -52,7 +53,7 @@ class Trainer:
         self._order = Order(per_epoch, settings.run.seed, settings.data.shuffle, size)
         self._sizer = self._make_sizer(run.batch)
         self._feed = Feed(run, self._order)
-        self._step = OptimizerStep(components, settings, self._agreement, self._heartbeat)
+        self._step = StepsInTurn(components, settings, self._agreement, self._heartbeat)
         self._recorder.measure_flops(self._step.flops)
         self.on_report: Callable[[StepReport], None] = lambda report: None
         """Called with every step's report, one step late and before any save; for a caller that drives the run."""
@@ -177,10 +178,11 @@ class Trainer:
     def _step_once(self) -> Mapping[str, float]:
         """Runs one optimizer step; returns the flags that any rank has set, such as a stop request."""
         self._clock.set(self.state.step, self.length.steps)
+        group = self.components.begin_step(self.state.step)
         samples = min(self._strides.end(self.state.samples), self.length.samples)
         requests = {"stop": self._rank.is_asked_to_stop}
         with self._recorder.step():
-            stepped = self._step.run(self._recorder.waiting(self._feed), self._learning_rate(), samples, requests)
+            stepped = self._step.run(group, self._recorder.waiting(self._feed), self.length.steps, samples, requests)
         self.state.step, self.state.samples = self.state.step + 1, samples
         self._note_bad(stepped.bad)
         self._observe(stepped.previous)
@@ -257,8 +259,10 @@ class Trainer:
 
     def _try_out(self, plan: BatchPlan) -> None:
         self._clock.set(self.state.step, self.length.steps)
-        with closing(self._feed.for_trial(plan)) as loader:
-            self._step.try_out(loader)
+        for group in self.components.groups:  # all of them must fit
+            self.components.begin_turn(group)
+            with closing(self._feed.for_trial(plan)) as loader:
+                self._step.try_out(group, loader)
 
     def _note_bad(self, bad: Sequence[BadSample], *, evaluating: bool = False) -> None:
         self.state.bad_samples += 0 if evaluating else len(bad)
@@ -276,12 +280,6 @@ class Trainer:
                 so_far=self.state.bad_samples,
             )
 
-    def _learning_rate(self) -> float:
-        if (own := self.components.recipe.learning_rate(self.state.step)) is not None:
-            return self.components.optimizer.set_own_learning_rate(own)
-        factor = learning_rate_factor(self.state.step, self.length.steps, self.settings.optim)
-        return self.components.optimizer.set_learning_rate(factor)
-
     def _due(self, every: int) -> bool:
         return every > 0 and self.state.step % every == 0 and self.state.samples < self.length.samples
 
@@ -298,22 +296,21 @@ class Trainer:
             return
         self._recorder.add_step(report)
         self.on_report(report)
-        check_measured(self.components.recipe, self.settings, self._step.measured)
+        if (measured := self._step.measured) is not None:
+            check_measured(self.components.recipe, self.settings, measured)
         self._recorder.first_step_done()  # creates the run folder, because the first step has succeeded
         last = report.samples == self.length.samples
         if remark := self._step.counts_remark(ended=last):
             self._recorder.message(f"note: {remark}")
         if report.skipped:
             self._recorder.message(f"step {report.step} skipped: {report.why_skipped}")
-            kind = "overflow" if self.components.scale is not None and math.isfinite(report.loss) else "nan"
-            self._folder.event(kind, step=report.step, loss=report.loss, grad_norm=report.grad_norm)
+            kind = "overflow" if self.components.groups[0].scale is not None and math.isfinite(report.loss) else "nan"
+            details: dict[str, Any] = {"group": report.group} if report.group else {}
+            self._folder.event(kind, step=report.step, loss=report.loss, grad_norm=report.grad_norm, **details)
         if report.step % self.settings.observe.log_every == 0 or last:
             record = self._recorder.step_record(report, self._order.num_samples, self.state.skipped)
-            self.state.last_metrics |= {key: record[key] for key in ("loss", "lr", "grad_norm")}
-
-    def _averaged(self) -> AbstractContextManager[None]:
-        ema = self.components.ema
-        return nullcontext() if ema is None else ema.in_place_of_weights(self.components.strategy.weights_changed)
+            names = ["loss", "lr", "grad_norm", *(f"{group.prefix}loss" for group in self.components.groups)]
+            self.state.last_metrics |= {key: record[key] for key in names if key in record}
 
     def _evaluate_and_preview(self, last: bool = False) -> bool:
         """Evaluates and draws a preview when due; returns True if a signal interrupted it (a resume repeats it)."""
@@ -321,7 +318,7 @@ class Trainer:
         self._clock.set(self.state.step, self.length.steps)
         settings = self.settings.eval
         metrics: dict[str, float | list[float]] | None = {}
-        with self._recorder.not_training(), self._averaged():
+        with self._recorder.not_training(), self.components.averaged():
             if self._evaluation is not None and self._due_or(last, settings.eval_every):
                 metrics = self._evaluate()
             if metrics is not None and self._due_or(last, settings.preview_every):
@@ -336,7 +333,7 @@ class Trainer:
         """Evaluates before the first step if --eval_first is set; returns True if a signal interrupted it."""
         if self._evaluation is None or self.state.step or not self.settings.eval.eval_first:
             return False
-        with self._recorder.not_training(), self._averaged():
+        with self._recorder.not_training(), self.components.averaged():
             return self._evaluate() is None  # never counts as the best, because there is no checkpoint to keep yet
 
     def _evaluate(self) -> dict[str, float | list[float]] | None:

@@ -77,8 +77,12 @@ class TrainingLine:
         """Returns the parts of the line, the most important ones first."""
         numbers = self._numbers
         shown = [f"step {numbers['step']}/{self.total}"]
-        if (loss := numbers.get("loss")) is not None:
-            shown.append(f"loss {loss:.4f}" if loss == 0 or 1e-3 <= abs(loss) < 1e5 else f"loss {loss:.3e}")
+        # Steps that train different groups of weights have different losses: shows the newest loss of each group.
+        of_groups = [name for name in numbers if name.endswith("/loss")] if numbers.get("group") else []
+        for name in of_groups or ["loss"]:
+            if (loss := numbers.get(name)) is not None:
+                value = f"{loss:.4f}" if loss == 0 or 1e-3 <= abs(loss) < 1e5 else f"{loss:.3e}"
+                shown.append(f"{name.removesuffix('/loss')} {value}")
         if skipped := numbers.get("skipped"):
             shown.append(f"{skipped} skipped")
         if (left := self._seconds_left(now)) is not None:
@@ -87,7 +91,7 @@ class TrainingLine:
             shown.append(f"{format_rate(speed)} samples/s")
         if (mfu := numbers.get("mfu")) is not None:
             shown.append(f"MFU {mfu:.1%}")
-        if (lr := numbers.get("lr")) is not None:
+        if (lr := numbers.get("lr")) is not None and not of_groups:
             shown.append(f"lr {lr:.1e}")
         if (memory := numbers.get("mem_gib")) is not None:
             shown.append(f"{memory:.1f} GiB")

@@ -9,7 +9,7 @@ Blocks are gathered in 16-bit. The few small weights that need more (a recipe's 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -174,9 +174,9 @@ class FSDP(Strategy):
                 gradient.copy_(part.view_as(gradient))
         return gradients
 
-    def without_gradient(self) -> list[str]:
-        """Names of trained weights that the step did not use."""
-        return [name for name, parameter in self._whole.items() if parameter.grad is None]
+    def _whole_weights(self) -> Mapping[str, nn.Parameter]:
+        """The sharded parameters, from which FSDP gathers those that modules see, with the same requires_grad."""
+        return self._whole
 
     def clear_gradients(self) -> None:
         """Frees the gradients."""

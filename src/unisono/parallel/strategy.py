@@ -94,16 +94,19 @@ class Strategy(ABC):
         weights: Weights | None = None,
         *,
         source: Weights | None = None,
+        groups: Sequence[Sequence[str]] = (),
         gathers: bool = False,
     ) -> None:
         """`exact` names weights that are never cast to 16-bit; `weights` fills a model on the meta device.
 
         `source` fills it instead, if only rank 0 has the initial weights.
+        `groups`: the names of weights that are trained in turn (`train_only`); by default all are trained in each step.
         `gathers`: forward passes contain collectives under any strategy, because a frozen module is sharded or ranks
         share a sample.
         """
         self.model, self.placement, self.settings, self._gathers = model, placement, settings, gathers
         self._exact, self._weights, self._source = frozenset(exact), weights, source or weights
+        self._groups = groups
         self.shard_mesh = ShardMesh(
             placement.rank, placement.world, placement.shard_size or placement.world, placement.device.type
         )
@@ -115,6 +118,7 @@ class Strategy(ABC):
         self.parameters = self._local_parameters()
         """(name, parameter) pairs for the optimizer: whole weights, or this rank's shards."""
         self._on_host: HostGradients | None = None
+        self._turn: int | None = None  # the only group that is trained at present; None: all weights
 
     def add_swapped(self, swap: BlockSwap) -> None:
         """Adds the weights of swapped blocks, which the model lacked until now."""
@@ -131,6 +135,26 @@ class Strategy(ABC):
     def gradient_divisor(self) -> float:
         """The number by which the strategy has divided the summed gradients."""
         return 1.0
+
+    def train_only(self, group: int) -> None:
+        """Makes the next passes train one of the groups, until the next call.
+
+        The other weights then need no gradients, but gradients flow through them.
+        """
+        if group != self._turn:
+            trained, weights = set(self._groups[group]), self._whole_weights()
+            for name, parameter in weights.items():
+                parameter.requires_grad_(name in trained)
+            self._turn = group
+
+    def _whole_weights(self) -> Mapping[str, nn.Parameter]:
+        """The trained parameters of the model by name, to which `parameters` belong."""
+        return dict(self.parameters)
+
+    def _trained_now(self) -> Mapping[str, nn.Parameter]:
+        """Those that the present step trains."""
+        weights = self._whole_weights()
+        return weights if self._turn is None else {name: weights[name] for name in self._groups[self._turn]}
 
     def train(self, call: Callable[..., Any], *arguments: Any) -> Any:
         """Returns call(model, *arguments); the backward pass sums the gradients across ranks."""
@@ -173,7 +197,7 @@ class Strategy(ABC):
 
     def without_gradient(self) -> list[str]:
         """Names of trained weights that the step did not use."""
-        return [name for name, parameter in self.parameters if parameter.grad is None]
+        return [name for name, parameter in self._trained_now().items() if parameter.grad is None]
 
     def check_dense(self) -> None:
         """Rejects sparse gradients, which cannot be summed across ranks."""
@@ -212,11 +236,12 @@ class Strategy(ABC):
         """The model's weights and persistent buffers by name, as a checkpoint stores them."""
         persistent = self.model.state_dict().keys()
         buffers = {name: buffer for name, buffer in self.model.named_buffers() if name in persistent}
+        trained = self._whole_weights()
         weights = {
             name: parameter.detach()
             for name, parameter in self.model.named_parameters()
             # A resumed run reads frozen weights from their files again, so a LoRA's checkpoint is small.
-            if parameter.requires_grad or self._weights is None
+            if name in trained or self._weights is None
         }
         return {**weights, **buffers}
 

@@ -22,13 +22,15 @@ from unisono.engine.build.dropout import disable_dropout
 from unisono.engine.build.recording import check_strategy_records, plan_recording
 from unisono.engine.build.reduced_products import reduce_linears
 from unisono.engine.recipe import Recipe
-from unisono.engine.state import TrainState
-from unisono.engine.step.components import Components
+from unisono.engine.state import GroupState, TrainState
+from unisono.engine.step.components import Components, TrainedGroup
 from unisono.engine.step.ema import Average, Ema, ScheduleFreeAverage
 from unisono.engine.step.learning_rate import learning_rate_scale
-from unisono.engine.step.make_optimizer import not_for_muon
+from unisono.engine.step.make_optimizer import NamedParameters, not_for_muon
 from unisono.engine.step.optimizer_wrapper import OptimizerWrapper
 from unisono.engine.step.precision import LossScale, weight_type
+from unisono.engine.turns.group import Group, check_groups, weights_of
+from unisono.engine.turns.rhythm import Rhythm
 from unisono.errors import ConfigError
 from unisono.optim.schedule_free import ScheduleFreeAdamW
 from unisono.parallel.blocks.mixed import MixedBlocks
@@ -44,7 +46,7 @@ from unisono.parallel.fsdp import FSDP
 from unisono.parallel.materialize import Weights, fill
 from unisono.parallel.single import Single
 from unisono.parallel.strategy import Placement, Strategy, cast_weights, place_frozen
-from unisono.settings import Settings
+from unisono.settings import EmaSettings, Settings
 
 STRATEGIES: dict[str, type[Strategy]] = {kind.name: kind for kind in (Single, DataParallel, DDP, FSDP)}
 
@@ -59,6 +61,8 @@ class _InitialModel:
     full_precision: Sequence[str]  # names of weights that are never cast to 16-bit
     blocks: Sequence[nn.Module]
     base: BasePrecision
+    groups: Sequence[Group]  # trained in turn; empty: all weights are trained together
+    weights_of_groups: Sequence[Sequence[str]]
     remarks: list[str]
 
 
@@ -77,34 +81,32 @@ def build_components(
     )
     recording = plan_recording(recipe, settings, placement.device, chosen.name)
     swap_plan = plan_blocks_on_host(model.module, model.blocks, settings, placement)
+    if model.groups and swap_plan.blocks and swap_plan.sizes.is_trained:
+        raise ConfigError(
+            "blocks_on_host: blocks whose weights are trained cannot wait on the host in a recipe with groups(); "
+            "remove it, or freeze their weights (a LoRA)"
+        )
     swap = _swap_blocks(model, swap_plan, placement, chosen.name)
     mixed = _mix_levels(model, settings, placement)
     strategy, remarks = _distribute(model, swap, recipe, settings, placement, chosen.name, mixed)
     on_host = None if swap is None or swap.gradients is None else StreamedUpdate(swap)
     recipe.shards = strategy.row_shards()
-    optimizer = OptimizerWrapper(
-        strategy.parameters,
-        settings.optim,
-        recipe.optimizer,
-        learning_rate_scale(batch.global_batch, settings.optim),
-        sharded=strategy.sharded,
-        shards=recipe.shards,
-        not_for_muon=not_for_muon(model.module, model.blocks),
-        on_host=on_host,
-    )
-    ema = _average(strategy, optimizer, settings, on_host)
-    scale = LossScale(placement.device) if settings.precision.mixed_precision == "fp16" else None
+    state = TrainState(batch.global_batch)
+    groups = [
+        _train(declared, number, recipe, settings, model, strategy, state, on_host)
+        for number, declared in enumerate(model.groups or [None])
+    ]
     if recording.captures:
         check_strategy_records(strategy)
+    optimizers = [remark for group in groups for remark in group.optimizer.remarks]
     return Components(
         recipe=recipe,
         strategy=strategy,
         why_strategy=chosen.reason,
-        optimizer=optimizer,
-        ema=ema,
-        scale=scale,
-        state=TrainState(batch.global_batch),
-        remarks=[*recording.remarks, *model.remarks, *reduced, *swap_plan.remarks, *remarks, *optimizer.remarks],
+        groups=groups,
+        rhythm=Rhythm([group.steps for group in model.groups]) if model.groups else Rhythm(),
+        state=state,
+        remarks=[*recording.remarks, *model.remarks, *reduced, *swap_plan.remarks, *remarks, *optimizers],
         captures=recording.captures,
         recordable=recording.is_possible,
         blocks_on_host=swap_plan.sizes,
@@ -112,14 +114,47 @@ def build_components(
     )
 
 
+def _train(
+    declared: Group | None,
+    number: int,
+    recipe: Recipe,
+    settings: Settings,
+    model: _InitialModel,
+    strategy: Strategy,
+    state: TrainState,
+    on_host: StreamedUpdate | None,
+) -> TrainedGroup:
+    """Everything that trains one group of weights, or all weights if the recipe declares no groups."""
+    parameters, optim, ema = strategy.parameters, settings.optim, settings.ema
+    own_state: TrainState | GroupState = state
+    if declared is not None:
+        held = set(model.weights_of_groups[number])
+        parameters = [(name, parameter) for name, parameter in parameters if name in held]
+        optim, ema = declared.optim(optim), declared.ema(ema)
+        own_state = state.groups[declared.name] = GroupState(declared.steps)
+        recipe.group = declared.name
+    optimizer = OptimizerWrapper(
+        parameters,
+        optim,
+        recipe.optimizer,
+        learning_rate_scale(state.global_batch, optim),
+        sharded=strategy.sharded,
+        shards=recipe.shards,
+        not_for_muon=not_for_muon(model.module, model.blocks),
+        on_host=on_host,
+    )
+    scale = LossScale(strategy.placement.device) if settings.precision.mixed_precision == "fp16" else None
+    return TrainedGroup(number, declared, optimizer, _average(parameters, optimizer, ema, on_host), scale, own_state)
+
+
 def _average(
-    strategy: Strategy, optimizer: OptimizerWrapper, settings: Settings, on_host: StreamedUpdate | None
+    parameters: NamedParameters, optimizer: OptimizerWrapper, settings: EmaSettings, on_host: StreamedUpdate | None
 ) -> Average | None:
     if isinstance(optimizer.optimizer, ScheduleFreeAdamW):
-        if settings.ema.ema_decay > 0:  # check_settings does not see a recipe's own optimizer
+        if settings.ema_decay > 0:  # check_settings does not see a recipe's own optimizer
             raise ConfigError("optimizer(): ScheduleFreeAdamW averages the weights itself; use ema_decay 0")
-        return ScheduleFreeAverage(strategy.parameters, optimizer.optimizer)
-    return Ema(strategy.parameters, settings.ema, on_host) if settings.ema.ema_decay > 0 else None
+        return ScheduleFreeAverage(parameters, optimizer.optimizer)
+    return Ema(parameters, settings, on_host) if settings.ema_decay > 0 else None
 
 
 def _initial_model(recipe: Recipe, settings: Settings, placement: Placement, agreement: Agreement) -> _InitialModel:
@@ -139,7 +174,11 @@ def _initial_model(recipe: Recipe, settings: Settings, placement: Placement, agr
     weights, source = built.weights, built.source
     if weights is not None and converted:
         weights = source = base.source(weights, converted)
-    return _InitialModel(model, weights, source, full_precision, blocks, base, [*built.remarks, *remarks])
+    groups = check_groups(recipe.groups())
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    held = weights_of(groups, trained) if groups else []
+    remarks = [*built.remarks, *remarks]
+    return _InitialModel(model, weights, source, full_precision, blocks, base, groups, held, remarks)
 
 
 def _handle_batch_norm(model: nn.Module, settings: Settings, placement: Placement) -> tuple[nn.Module, list[str]]:
@@ -191,6 +230,7 @@ def _distribute(
             model.full_precision,
             model.weights,
             source=model.source,
+            groups=model.weights_of_groups,
             gathers=(bool(sharded) and placement.world > 1) or placement.context > 1,
         )
     if swap is not None:

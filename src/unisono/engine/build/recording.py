@@ -26,7 +26,7 @@ def plan_recording(recipe: Recipe, settings: Settings, device: torch.device, str
     on_gpu, is_requested = device.type == "cuda", settings.precision.cuda_graph
     captures = is_requested and on_gpu
     obstacle = _obstacle(recipe, settings, strategy)
-    if obstacle is not None and (captures or (is_requested and recipe.coupled)):
+    if obstacle is not None and (captures or (is_requested and (recipe.coupled or recipe.groups()))):
         raise ConfigError(obstacle)
     remarks = ["cuda_graph: there is no GPU here; steps run as usual"] if is_requested and not on_gpu else []
     is_possible = on_gpu and not captures and obstacle is None and not recipe.many_shapes
@@ -52,6 +52,8 @@ def _obstacle(recipe: Recipe, settings: Settings, strategy: str) -> str | None:
         return "cuda_graph cannot record blocks that recompute (activation_memory_gb); remove one of them"
     if settings.parallel.blocks_on_host != 0:
         return "cuda_graph always reads the same memory, and blocks_on_host replaces weights; remove one of them"
+    if recipe.groups():
+        return "cuda_graph cannot record several groups of weights that are trained in turn; remove cuda_graph"
     if recipe.coupled:
         return "cuda_graph cannot record a loss that compares samples with each other; remove cuda_graph"
     if recipe.refresh_every:

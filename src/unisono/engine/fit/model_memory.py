@@ -17,6 +17,7 @@ from unisono.engine.build.choose_strategy import demand_of
 from unisono.engine.build.model import build_model
 from unisono.engine.recipe import Recipe
 from unisono.engine.step.precision import compute_type, weight_type
+from unisono.engine.turns.group import Group, check_groups
 from unisono.formatting import describe_exception
 from unisono.parallel.blocks.repeated import recompute_activations, repeated_blocks
 from unisono.parallel.blocks.selective import why_not_selective
@@ -228,8 +229,21 @@ class ModelMemory:
         return self._trace_blocks(settings, micro_batch, num)
 
     def _trace_blocks(self, settings: Settings, micro_batch: int, num: int) -> Trace:
+        """Traces a step; if groups of weights are trained in turn, the fullest moments of a step of any group."""
+        groups = check_groups(self._recipe.groups())
+        if not groups:
+            return self._trace_group(settings, micro_batch, num, None)
+        traces = [self._trace_group(settings, micro_batch, num, group) for group in groups]
+        moments = [moment for trace in traces for moment in trace.moments]
+        return Trace(moments, max(trace.gradients for trace in traces))
+
+    def _trace_group(self, settings: Settings, micro_batch: int, num: int, group: Group | None) -> Trace:
         structure = _shortened(self._build(settings), num)  # a trace leaves a model that cannot be used again
         recipe, precision = structure.recipe, settings.precision
+        if group is not None:
+            recipe.group = group.name
+            for name, weight in structure.module.named_parameters():
+                weight.requires_grad_(weight.requires_grad and group.holds(name))
         if precision.activation_checkpointing:
             for block in structure.blocks[:: precision.recompute_every] or [structure.module]:
                 selective = precision.activation_checkpointing == "selective" and why_not_selective(block) is None

@@ -27,8 +27,8 @@ def advice(rank: int, message: str, components: Components, *, recomputes: bool,
     demand = Demand(
         weights=_bytes(strategy.model.parameters()) - components.blocks_on_host.saved_bytes,
         gradients=_bytes(parameter for _, parameter in strategy.parameters),
-        optimizer=_bytes(components.optimizer.tensors().values()),
-        average=0 if components.ema is None else components.ema.num_bytes,
+        optimizer=sum(_bytes(group.optimizer.tensors().values()) for group in components.groups),
+        average=sum(group.ema.num_bytes for group in components.groups if group.ema is not None),
     )
     where = f" on rank {rank}" if placement.world > 1 else ""
     if message.startswith(IN_COUPLE):

@@ -82,7 +82,7 @@ class DrivenTrainer(Trainer):
     def evaluate(self) -> dict[str, float | list[float]] | None:
         """Evaluates now and returns the metrics; None without evaluation data, or if a signal interrupted it."""
         self._settle()
-        with self._finishing_saves(), self._recorder.not_training(), self._averaged():
+        with self._finishing_saves(), self._recorder.not_training(), self.components.averaged():
             return None if self._evaluation is None else self._evaluate()
 
     def find_micro_batch(self) -> int:
@@ -138,7 +138,8 @@ class DrivenTrainer(Trainer):
         self._report_saves(wait=True)
         self._feed.close()
         contents = contents_of(checkpoint)
-        with self.components.optimizer.without_state_missing_in(contents.shapes):
+        [group] = self.components.groups  # these recipes declare none, so there is one
+        with group.optimizer.without_state_missing_in(contents.shapes):
             restore(contents, read_state(checkpoint), self.components, self._run.save_group)
         self.state.num_samples, self._saved_step = self._order.data_size or self._order.num_samples, -1
         self._sizer.plan = replace(self._sizer.plan, global_batch=self.state.global_batch)

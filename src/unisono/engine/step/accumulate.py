@@ -27,7 +27,8 @@ from unisono.data.loader import BadSample, MicroBatch, positions_tensor, to_devi
 from unisono.data.noise import Noise
 from unisono.data.resident import gathered
 from unisono.data.seeding import seed_everything
-from unisono.engine.step.components import Components
+from unisono.engine.recipe import Recipe
+from unisono.engine.step.components import Components, TrainedGroup
 from unisono.engine.step.cuda_graph import GraphedFunction
 from unisono.engine.step.device_timer import DeviceTimer, WaitTimer
 from unisono.engine.step.flops import FlopMeter
@@ -73,9 +74,13 @@ class GradientAccumulator:
         settings: Settings,
         agreement: Agreement,
         heartbeat: Heartbeat,
+        group: TrainedGroup | None = None,
+        flops: FlopMeter | None = None,
     ) -> None:
+        """`group`: the weights to train; by default all. `flops`: counts operations, for all groups together."""
+        group = group or components.groups[0]
         self._recipe, self._strategy = components.recipe, components.strategy
-        self._scale, self._state = components.scale, components.state
+        self._scale, self._state, self._own = group.scale, components.state, group.state
         self._settings, self._agreement, self._heartbeat = settings, agreement, heartbeat
         self._device, self._world = self._strategy.placement.device, self._strategy.placement.world
         self._floating = torch.float64 if settings.precision.dtype == "float64" else None
@@ -90,11 +95,7 @@ class GradientAccumulator:
         self.bad: list[BadSample] = []  # samples of this step that any rank could not read
         self.counts = CountCheck()
         """Checks the counts that loss() returns."""
-        # A dispatch mode sees neither the inside of compiled blocks nor DataParallel's threads.
-        can_count = not settings.precision.compile and len(self._strategy.placement.devices) == 1
-        peak = peak_of(self._strategy.placement, settings)
-        sharing = self._strategy.placement.context
-        self.flops = FlopMeter(self._recipe, peak=peak, can_count=can_count, sharing=sharing)
+        self.flops = flops or flop_meter(self._recipe, self._strategy.placement, settings)
         """Counts the operations of the steps."""
         self._waits = WaitTimer(self._device, active=self._world > 1)  # waits of the current step
 
@@ -127,7 +128,7 @@ class GradientAccumulator:
 
     def try_out(self, micro_batches: Iterator[MicroBatch]) -> None:
         """Runs forward and backward of a step's first micro-batches to see whether they fit; changes nothing."""
-        attempt, before = Attempt(trial=True), (self._names, self._state.expected_count)
+        attempt, before = Attempt(trial=True), (self._names, self._own.expected_count)
         total: Tensor | None = None
         self._guard.begin()
         self._guard.buffers.save()
@@ -147,7 +148,7 @@ class GradientAccumulator:
             total = error.__traceback__ = error.__context__ = None  # frees the frames that hold activations
             raise
         finally:
-            self._names, self._state.expected_count = before
+            self._names, self._own.expected_count = before
             self._guard.restore()
 
     def _compute(self, micro_batches: Iterator[MicroBatch], requests: Mapping[str, float]) -> StepSums:
@@ -179,7 +180,7 @@ class GradientAccumulator:
         self._waits = WaitTimer(self._device, active=self._world > 1)
         self.flops.begin_step()
         self._guard.begin()
-        self._expect(self._state.expected_count)
+        self._expect(self._own.expected_count)
 
     def _next_micro_batch(
         self, micro_batches: Iterator[MicroBatch], bad: list[BadSample], *, is_first: bool
@@ -241,7 +242,7 @@ class GradientAccumulator:
             row = row if counted else row * 0.0
         except Exception as error:
             self._note_failure(error, attempt)
-        if number == 0 and (not self._names or self._state.expected_count == 0.0):
+        if number == 0 and (not self._names or self._own.expected_count == 0.0):
             mine = None if total is None else (list(results), row[1].item(), len(positions) * counted)
             self._agree_on_sums(mine, attempt)
         if total is None:
@@ -345,11 +346,11 @@ class GradientAccumulator:
             here = describe_metrics(results[self._strategy.placement.rank if self._world > 1 else 0][0])
             raise RecipeError(f"loss(): metrics differ between ranks (here {here}); keep their names")
         self._names = self._names or results[0][0]
-        if self._state.expected_count == 0.0:
+        if self._own.expected_count == 0.0:
             count, samples = sum(result[1] for result in results), sum(result[2] for result in results)
             per_sample = count / samples if samples and math.isfinite(count) else 1.0
-            self._state.expected_count = power_of_two_near(per_sample * self._state.global_batch)
-            self._expect(self._state.expected_count)
+            self._own.expected_count = power_of_two_near(per_sample * self._state.global_batch)
+            self._expect(self._own.expected_count)
 
     def _expect(self, count: float) -> None:
         if count not in (0.0, self._expected):
@@ -369,6 +370,13 @@ class GradientAccumulator:
         placement = self._strategy.placement
         key = key_of(Purpose.DROPOUT, self._settings.run.seed, self._state.step, placement.data_rank, micro_batch)
         seed_everything(key, placement.devices)
+
+
+def flop_meter(recipe: Recipe, placement: Placement, settings: Settings) -> FlopMeter:
+    """Counts the operations of this rank's steps."""
+    # A dispatch mode sees neither the inside of compiled blocks nor DataParallel's threads.
+    can_count = not settings.precision.compile and len(placement.devices) == 1
+    return FlopMeter(recipe, peak=peak_of(placement, settings), can_count=can_count, sharing=placement.context)
 
 
 def peak_of(placement: Placement, settings: Settings) -> float | None:

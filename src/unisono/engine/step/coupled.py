@@ -176,7 +176,7 @@ class CoupledGradientAccumulator(GradientAccumulator):
     def _take_sums(self, compared: Compared | None, attempt: Attempt) -> None:
         """Records the sums of the loss; None if memory ran out. In the first step, the ranks agree on the count."""
         by_rows = self._recipe.couples_by_rows
-        if by_rows and (not self._names or self._state.expected_count == 0.0):
+        if by_rows and (not self._names or self._own.expected_count == 0.0):
             counted = None
             if compared is not None:
                 counted = compared.names, float(compared.sums[1].item()), float(compared.num_anchors)
@@ -185,9 +185,9 @@ class CoupledGradientAccumulator(GradientAccumulator):
             return
         self._names = self._names or compared.names
         self._check_names(compared.names)
-        if self._state.expected_count == 0.0:  # the only host-device sync
-            self._state.expected_count = power_of_two_near(float(compared.sums[1].item()))
-            self._expect(self._state.expected_count)
+        if self._own.expected_count == 0.0:  # the only host-device sync
+            self._own.expected_count = power_of_two_near(float(compared.sums[1].item()))
+            self._expect(self._own.expected_count)
         # The all-reduce adds up the sums of all ranks. If each rank has computed the whole loss, only one contributes.
         is_own = by_rows or self._strategy.placement.rank == 0
         attempt.sums = compared.sums if is_own else torch.zeros_like(compared.sums)

@@ -28,6 +28,7 @@ from unisono.engine.step.guard import num_elements, shape_of
 _MAX_SHAPES = 64  # the operations of further shapes are estimated from the nearest size
 _MAX_NAMED = 1024  # further shapes are distinguished by size only
 _PER_OCTAVE = 8  # different sizes per factor of two
+_Shape = tuple[str, str, Hashable]  # group of weights that is trained; kind and value of the shape
 
 
 class FlopMeter:
@@ -43,14 +44,14 @@ class FlopMeter:
         self._recipe, self._has_formula = recipe, type(recipe).flops is not Recipe.flops
         self._active = peak is not None and (can_count or self._has_formula)
         self._can_count = can_count
-        self._flops: dict[Hashable, float] = {}  # operations of a micro-batch, by shape
-        self._sizes: dict[Hashable, int] = {}  # number of elements, of every shape so far
-        self._step: Counter[Hashable] = Counter()  # micro-batches of the current step
-        self._finished: Counter[Hashable] = Counter()  # those of finished steps, until `per_step` reads them
+        self._flops: dict[_Shape, float] = {}  # operations of a micro-batch, by shape
+        self._sizes: dict[_Shape, int] = {}  # number of elements, of every shape so far
+        self._step: Counter[_Shape] = Counter()  # micro-batches of the current step
+        self._finished: Counter[_Shape] = Counter()  # those of finished steps, until `per_step` reads them
         self._num_steps = 0
         self._counter = _Counter()
-        self._asked: set[Hashable] = set()  # shapes that Recipe.flops() was called for
-        self._open: Hashable = None  # the shape that is being counted
+        self._asked: set[_Shape] = set()  # shapes that Recipe.flops() was called for
+        self._open: _Shape | None = None  # the shape that is being counted
         self._asks = False  # whether Recipe.flops() is called for it, instead of counting
 
     def begin_step(self) -> None:
@@ -64,9 +65,10 @@ class FlopMeter:
         if not self._active or micro.is_dummy:
             return
         size = num_elements(micro.data)
-        shape: Hashable = ("shape", shape_of(micro.data))
+        group = self._recipe.group  # groups that are trained in turn compute different losses
+        shape: _Shape = (group, "shape", shape_of(micro.data))
         if shape not in self._sizes and len(self._sizes) >= _MAX_NAMED:  # texts rarely repeat a shape
-            shape = ("size", round(_PER_OCTAVE * math.log2(max(1, size))))
+            shape = (group, "size", round(_PER_OCTAVE * math.log2(max(1, size))))
         self._step[shape] += 1
         is_new = shape not in self._sizes
         if is_new:
@@ -115,11 +117,11 @@ class FlopMeter:
             return None
         return sum(number * self._of(shape) for shape, number in finished.items()) / steps
 
-    def _of(self, shape: Hashable) -> float:
+    def _of(self, shape: _Shape) -> float:
         if shape in self._flops:
             return self._flops[shape]
         size = self._sizes[shape]
-        near = min(self._flops, key=lambda other: abs(self._sizes[other] - size))
+        near = min(self._flops, key=lambda other: (other[0] != shape[0], abs(self._sizes[other] - size)))
         return self._flops[near] * size / max(1, self._sizes[near])
 
 

@@ -25,7 +25,7 @@ from unisono.cluster.agree import Agreement
 from unisono.cluster.hangs.heartbeat import Heartbeat
 from unisono.data.loader import BadSample, MicroBatch
 from unisono.engine.step.accumulate import GradientAccumulator
-from unisono.engine.step.components import Components
+from unisono.engine.step.components import Components, TrainedGroup
 from unisono.engine.step.coupled import CoupledGradientAccumulator
 from unisono.engine.step.cuda_graph import GraphedFunction
 from unisono.engine.step.device_timer import DeviceTimer, WaitTimer
@@ -45,6 +45,7 @@ class StepReport:
     """The numbers of a step; the same on every rank, except for the rank's own time."""
 
     step: int
+    group: str  # name of the group of weights that it trained; empty if the recipe has no groups
     samples: int  # samples consumed after this step
     loss: float
     count: float
@@ -78,6 +79,7 @@ class _Unread:
     """The numbers of a step, being copied from the device."""
 
     step: int
+    own_step: int  # number of the group's own steps before it
     samples: int
     learning_rate: float
     names: list[str]
@@ -97,20 +99,36 @@ class _Unread:
 
 
 class OptimizerStep:
-    """Runs optimizer steps, together with all other ranks."""
+    """Runs optimizer steps that train one group of weights, or all weights, together with all other ranks."""
 
-    def __init__(self, components: Components, settings: Settings, agreement: Agreement, heartbeat: Heartbeat) -> None:
-        self._strategy, self._optimizer, self._ema = components.strategy, components.optimizer, components.ema
-        self._scale, self._state = components.scale, components.state
+    def __init__(
+        self,
+        components: Components,
+        settings: Settings,
+        agreement: Agreement,
+        heartbeat: Heartbeat,
+        group: TrainedGroup | None = None,
+        flops: FlopMeter | None = None,
+    ) -> None:
+        """`group` are the weights to train, by default all; `flops` counts the operations of all groups."""
+        group = group or components.groups[0]
+        self._strategy, self._optimizer, self._ema = components.strategy, group.optimizer, group.ema
+        self._scale, self._state, self._own = group.scale, components.state, group.state
         self._settings, self._heartbeat = settings, heartbeat
+        self._optim, self._group, self._rhythm = group.optim(settings.optim), group, components.rhythm
         kind = CoupledGradientAccumulator if components.recipe.coupled else GradientAccumulator
-        self._gradient = kind(components, settings, agreement, heartbeat)
+        self._gradient = kind(components, settings, agreement, heartbeat, group, flops)
         captures = components.captures and self._optimizer.make_capturable()
         self._graphed = GraphedFunction(self._apply) if captures else None
         self._unread: _Unread | None = None
-        groups = self._optimizer.groups() if settings.observe.log_group_norms else {}
-        self._group_norms = {f"grad_norm/{name}": weights for name, weights in groups.items()}
+        norms_of = self._optimizer.groups() if settings.observe.log_group_norms else {}
+        self._group_norms = {f"grad_norm/{name}": weights for name, weights in norms_of.items()}
         self._first = True
+
+    @property
+    def has_names(self) -> bool:
+        """Whether the names of the metrics are known: after the first step."""
+        return bool(self._gradient.names)
 
     @property
     def measured(self) -> list[str]:
@@ -152,7 +170,8 @@ class OptimizerStep:
             raise OutOfMemoryHere(f"in the optimizer: {in_one_line(error)}") from error
         host, arrived = _to_host(numbers)
         names = [*_FIXED, *self._group_norms, *summed.names[2:]]
-        self._unread = _Unread(self._state.step, samples, learning_rate, names, summed.own, summed.waits, host, arrived)
+        step, own_step = self._state.step, self._rhythm.own_steps(self._group.number, self._state.step)
+        self._unread = _Unread(step, own_step, samples, learning_rate, names, summed.own, summed.waits, host, arrived)
         return StepOutcome(previous, summed.requests, self._gradient.bad)
 
     def try_out(self, micro_batches: Iterator[MicroBatch]) -> None:
@@ -181,7 +200,7 @@ class OptimizerStep:
 
     def _update(self, sums: Tensor) -> tuple[StepReport | None, Tensor]:
         """Normalises, clips and steps; returns the previous step's report, and this step's numbers on the device."""
-        previous = self.settle()  # updates the average before the weights change again
+        previous = self.settle_previous()  # updates the average before the weights change again
         updated = self._graphed(sums) if self._graphed is not None and self._strategy.has_fixed_gradients else None
         return previous, self._apply(sums) if updated is None else updated
 
@@ -199,8 +218,8 @@ class OptimizerStep:
         norms = [self._norm_of(weights) * factor for weights in self._group_norms.values()]
         # A non-finite number times 0 is nan: this launches a third of the kernels of isfinite().
         found_inf = ((norm + total) * 0 != 0).logical_or_(count <= 0).double()
-        if self._settings.optim.grad_clip > 0:
-            factor = factor * torch.clamp(self._settings.optim.grad_clip / (norm + 1e-6), max=1.0)
+        if self._optim.grad_clip > 0:
+            factor = factor * torch.clamp(self._optim.grad_clip / (norm + 1e-6), max=1.0)
 
         self._optimizer.step(gradients, factor, found_inf)
         if self._scale is not None:
@@ -212,6 +231,10 @@ class OptimizerStep:
         gradients = [weight.grad for weight in weights if weight.grad is not None]
         return self._strategy.norm(gradients).double()
 
+    def settle_previous(self) -> StepReport | None:
+        """Settles the previous step, which may have trained another group (`steps_in_turn.py`)."""
+        return self.settle()
+
     def settle(self) -> StepReport | None:
         """Reads the last step's numbers and updates average and state; called one step late, and before saving."""
         if self._unread is None:
@@ -221,17 +244,18 @@ class OptimizerStep:
         total, count, norm, found_inf, scale = (numbers.pop(name) for name in _FIXED)
         skipped = found_inf != 0
         if skipped:
-            self._note_skip(unread.step, total, count, norm, overflow=self._scale is not None and scale > 1)
+            self._note_skip(unread, total, count, norm, overflow=self._scale is not None and scale > 1)
         else:
-            self._state.skipped_in_a_row = 0
+            self._own.skipped_in_a_row = 0
             if self._ema is not None:
-                self._ema.update(unread.step - self._state.skipped)
+                self._ema.update(unread.own_step - self._own.skipped)
         if count > 0 and math.isfinite(count):
-            self._state.expected_count = power_of_two_near(count)
+            self._own.expected_count = power_of_two_near(count)
         norms = {name: numbers.pop(name) for name in self._group_norms}
         loss = total / count if count else math.nan
         return StepReport(
             step=unread.step + 1,
+            group=self._group.name,
             samples=unread.samples,
             loss=loss,
             count=count,
@@ -244,10 +268,12 @@ class OptimizerStep:
             waited=waited,
         )
 
-    def _note_skip(self, step: int, total: float, count: float, norm: float, *, overflow: bool) -> None:
+    def _note_skip(self, unread: _Unread, total: float, count: float, norm: float, *, overflow: bool) -> None:
         """Counts a skipped step; too many of them end the run. `overflow`: the loss scale can still shrink."""
-        state, limit = self._state, self._settings.optim.max_skipped_steps
+        state, step, limit = self._own, unread.step, self._settings.optim.max_skipped_steps
         state.skipped += 1
+        if state is not self._state:
+            self._state.skipped += 1  # those of all groups
         if overflow and math.isfinite(total) and count > 0:
             return
         state.skipped_in_a_row += 1
@@ -256,11 +282,12 @@ class OptimizerStep:
         if not 0 < count < math.inf:
             problem = f"loss() counted {count:g} items in the whole batch"
             first = then = "its count must be the number of items that total sums, at least 1 in a batch"
-        if state.skipped > step:
-            raise TrainingFailed(f"step {step + 1}: {problem} before any step succeeded; {first}")
+        of_group = f" of {self._group.name}" if self._group.name else ""
+        if state.skipped > unread.own_step:
+            raise TrainingFailed(f"step {step + 1}: {problem} before any step{of_group} succeeded; {first}")
         if state.skipped_in_a_row > limit:
             raise TrainingFailed(
-                f"step {step + 1}: {problem}, for {state.skipped_in_a_row} steps in a row "
+                f"step {step + 1}: {problem}, for {state.skipped_in_a_row} steps{of_group} in a row "
                 f"(max_skipped_steps {limit}); {then}, and resume from a checkpoint"
             )
 

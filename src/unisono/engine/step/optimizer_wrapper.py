@@ -194,6 +194,10 @@ class OptimizerWrapper:
             for group, whole in zip(self.optimizer.param_groups, of_group, strict=True):
                 group["params"] = whole
 
+    def is_of(self, parameter: nn.Parameter) -> bool:
+        """Whether the optimizer was created for this parameter."""
+        return id(parameter) in self._names
+
     def tensors(self) -> dict[tuple[str, str], Tensor]:
         """The tensors of the optimizer state, by (weight name, slot)."""
         return {
@@ -237,13 +241,15 @@ class OptimizerWrapper:
             raise
 
     def restore(self, tensors: dict[tuple[str, str], Tensor], plain: dict[str, Any]) -> None:
-        """Restores a saved state."""
+        """Restores a saved state; ignores that of weights of other optimizers."""
         parameters = {
             self._names[id(parameter)]: parameter
             for group in self.optimizer.param_groups
             for parameter in group["params"]
         }
         for (name, slot), value in tensors.items():
+            if name not in parameters:
+                continue
             current = self.optimizer.state[parameters[name]].get(slot)
             if isinstance(current, Tensor):
                 current.copy_(value)
@@ -252,4 +258,5 @@ class OptimizerWrapper:
                 home = value.device if value.dim() == 0 else parameters[name].device
                 self.optimizer.state[parameters[name]][slot] = value.to(home)
         for name, slots in plain.items():
-            self.optimizer.state[parameters[name]].update(slots)
+            if name in parameters:
+                self.optimizer.state[parameters[name]].update(slots)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 
 from markupsafe import Markup
 
@@ -53,14 +53,17 @@ def learning_charts(metrics: Metrics, timeline: Timeline, named: Container[str] 
     Curves in `named` are excluded. Their entries have names, and `bar_chart` draws them.
     """
     series = metrics.series
+    in_turn = trained_in_turn(series)
     taken = {"loss", "lr", "grad_norm", f"{_EVAL}loss"} | SPEED
+    taken |= {f"{group}/{name}" for group in in_turn for name in ("loss", "lr", "grad_norm")}
+    taken |= {f"{_EVAL}{group}/loss" for group in in_turn}
     evaluated = [name for name in series if name.startswith(_EVAL) and name not in taken]
     grouped = groups(evaluated)
     in_groups = {name for lines in grouped.values() for name in lines.values()}
     own = [name for name in series if name not in taken and f"{_EVAL}{name}" not in series and name not in evaluated]
     variants = _with_variants(name for name in evaluated if name not in in_groups)
     charts = [
-        _training_and_evaluation("loss", "Loss", series, may_be_log=True, marks=marks(timeline)),
+        *_losses(in_turn, series, marks(timeline)),
         *(_curve_chart(name, curves) for name, curves in metrics.curves.items() if name not in named),
         *(
             _chart(rest, [(group, series[name]) for group, name in lines.items()], may_be_log="loss" in rest, eval=True)
@@ -68,10 +71,34 @@ def learning_charts(metrics: Metrics, timeline: Timeline, named: Container[str] 
         ),
         *(_evaluation(name, variants[name], series) for name in variants),
         *(_training_and_evaluation(name, name, series) for name in own),
-        _chart("Gradient norm", [("before clipping", series.get("grad_norm"))], may_be_log=True),
-        _chart("Learning rate", [("learning rate", series.get("lr"))], from_zero=True, noisy=False),
+        _chart("Gradient norm", _of_groups(in_turn, "grad_norm", "before clipping", series), may_be_log=True),
+        _chart("Learning rate", _of_groups(in_turn, "lr", "learning rate", series), from_zero=True, noisy=False),
     ]
     return [chart for chart in charts if chart is not None]
+
+
+def trained_in_turn(names: Collection[str]) -> list[str]:
+    """Returns the groups of weights that the run trains in turn, whose metrics are `critic/loss`, `critic/lr`, …"""
+    rates = [name.removesuffix("/lr") for name in names if name.endswith("/lr") and not name.startswith(_EVAL)]
+    return [group for group in rates if f"{group}/loss" in names and f"{group}/grad_norm" in names]
+
+
+def _losses(in_turn: Sequence[str], series: dict[str, Series], marks: Sequence[Mark]) -> list[Chart | None]:
+    """Returns the chart of the loss, or one for each group that is trained in turn: their losses have other scales."""
+    if not in_turn:
+        return [_training_and_evaluation("loss", "Loss", series, may_be_log=True, marks=marks)]
+    return [
+        _training_and_evaluation(f"{group}/loss", f"Loss of {group}", series, may_be_log=True, marks=marks)
+        for group in in_turn
+    ]
+
+
+def _of_groups(
+    in_turn: Sequence[str], name: str, title: str, series: dict[str, Series]
+) -> list[tuple[str, Series | None]]:
+    if not in_turn:
+        return [(title, series.get(name))]
+    return [(group, series.get(f"{group}/{name}")) for group in in_turn]
 
 
 def speed_charts(metrics: Metrics, timeline: Timeline) -> list[Chart]:

@@ -8,7 +8,14 @@ from itertools import pairwise
 from typing import Any
 
 from unisono.formatting import format_clock, format_count, format_duration, format_number, shorten
-from unisono.observe.report.charts import SPEED, bar_chart, is_smoothed, learning_charts, speed_charts
+from unisono.observe.report.charts import (
+    SPEED,
+    bar_chart,
+    is_smoothed,
+    learning_charts,
+    speed_charts,
+    trained_in_turn,
+)
 from unisono.observe.report.previews import Gallery
 from unisono.observe.report.read import Run
 from unisono.observe.report.settings_table import shown
@@ -65,12 +72,14 @@ def tiles(run: Run) -> list[tuple[str, str, str]]:
     metrics, timeline = run.metrics, run.timeline
     epochs = f", epoch {format_number(metrics.epoch, 3)}" if metrics.epoch else ""
     tiles = [("steps", format_number(metrics.step), f"{format_number(metrics.samples)} samples{epochs}")]
-    loss = metrics.series.get("loss")
-    if loss is not None and loss.count:
-        # Shows the same number as the chart's legend.
-        points, smoothed = (loss.trend(), ", smoothed") if is_smoothed(loss) else (loss.points(), "")
-        more = f"from {format_number(points[0][1], 3)}, lowest logged {format_number(loss.lowest, 3)}"
-        tiles.append((f"loss{smoothed}", format_number(points[-1][1]), more))
+    for group in trained_in_turn(metrics.series) or [""]:
+        loss = metrics.series.get(f"{group}/loss" if group else "loss")
+        if loss is not None and loss.count:
+            # Shows the same number as the chart's legend.
+            points, smoothed = (loss.trend(), ", smoothed") if is_smoothed(loss) else (loss.points(), "")
+            more = f"from {format_number(points[0][1], 3)}, lowest logged {format_number(loss.lowest, 3)}"
+            of_group = f" of {group}" if group else ""
+            tiles.append((f"loss{of_group}{smoothed}", format_number(points[-1][1]), more))
     name = _headline(run)
     if name is not None:
         series = metrics.series[name]

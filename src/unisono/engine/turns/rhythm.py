@@ -1,0 +1,35 @@
+"""Which group of weights a step trains: a pure function of the step number, so that a run resumes anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+
+@dataclass(frozen=True)
+class Rhythm:
+    """The groups' numbers of steps, which repeat in this order; a recipe without groups has the rhythm (1,)."""
+
+    steps: Sequence[int] = (1,)
+
+    @cached_property
+    def cycle(self) -> int:
+        """Number of steps after which the order repeats."""
+        return sum(self.steps)
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        return list(accumulate(self.steps))
+
+    def group_at(self, step: int) -> int:
+        """The number of the group that step `step` (from 0) trains."""
+        position = step % self.cycle
+        return next(number for number, end in enumerate(self._ends) if position < end)
+
+    def own_steps(self, number: int, step: int) -> int:
+        """How many of the first `step` steps train this group."""
+        cycles, position = divmod(step, self.cycle)
+        own = self.steps[number]
+        return cycles * own + min(max(position - self._ends[number] + own, 0), own)
