@@ -165,9 +165,7 @@ def _copy(source: Path, target: Path, step: int) -> None:
 def slow_unless(values: Iterable[Any], quick: Collection[Any]) -> list[Any]:
     """Marks all but the `quick` ones of these values of pytest parameters as slow: only `make test-slow` runs them."""
     return [
-        value
-        if value in quick
-        else pytest.param(*(value if isinstance(value, tuple) else [value]), marks=pytest.mark.slow)
+        value if value in quick else pytest.param(*(value if type(value) is tuple else [value]), marks=pytest.mark.slow)
         for value in values
     ]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import unisono
-from many_runs import Outcome, Run, largest_difference, many_runs
+from many_runs import Outcome, Run, largest_difference, many_runs, slow_unless
 from recipes_for_tests import Reader, Sentences
 from recipes_for_tests import __file__ as RECIPES
 from unisono.config.resolve import resolve
@@ -33,6 +33,7 @@ def name_of(products: Products) -> str:
     return f"{products.format_name or 'sparse'}{' whole' if products.weight_gradient else ''}"
 
 
+WHOLE_FP8 = Products("fp8", True)
 PRODUCTS = pytest.mark.parametrize(
     "products", [Products(name, whole) for name in FORMATS for whole in (False, True)], ids=name_of
 )
@@ -178,7 +179,11 @@ def test_tokens_of_very_different_magnitude_have_accurate_gradients(products: Pr
     close(passes(layer, x)[2], passes(plain, x)[2], ERROR[products.format_name])
 
 
-@PRODUCTS
+@pytest.mark.parametrize(
+    "products",
+    slow_unless([Products(name, whole) for name in FORMATS for whole in (False, True)], [WHOLE_FP8]),
+    ids=name_of,
+)
 def test_compiled_and_recomputed_blocks_compute_the_same(products: Products) -> None:
     def made(recomputed: bool = False, selective: bool = False, compiled: bool = False) -> Reader:
         torch.manual_seed(0)
