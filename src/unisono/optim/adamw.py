@@ -28,9 +28,9 @@ def adamw_for(weight: nn.Parameter) -> type[torch.optim.AdamW]:
 
 @cache
 def kernel_works(device: torch.device) -> bool:
-    """Whether the kernel takes the same steps as torch's on this device, found out by trying it on a few weights.
+    """Whether the kernel gives the same results as torch's on this device, according to a test with a few weights.
 
-    It does not without Triton, or where Triton cannot compile because there is no C compiler.
+    It cannot be used without Triton, or if Triton finds no C compiler.
     """
     if importlib.util.find_spec("triton") is None:
         return False
@@ -135,12 +135,12 @@ class _Group:
         )
 
     def addresses(self) -> list[list[int]]:
-        """Where weights, gradients, both moments and step counters are."""
+        """The memory addresses of weights, gradients, both moments and step counters."""
         return [[tensor.data_ptr() for tensor in tensors] for tensors in (*self._all, self._counters)]
 
 
 class _Table:
-    """Where the tensors of a group are, on the device, so that one kernel updates all of them."""
+    """The addresses of a group's tensors, stored on the device, so that one kernel can update all of them."""
 
     def __init__(self, sizes: list[int], device: torch.device) -> None:
         self.sizes = sizes

@@ -143,7 +143,7 @@ FORMATS = {
 def _in_blocks(matrix: Tensor, size: int) -> Tensor:
     """The matrix as (rows, blocks, columns of a block); the last block of a row is filled up with zeros."""
     filled = pad(matrix, (0, -matrix.shape[1] % size))
-    return filled.view(len(matrix), filled.shape[1] // size, size)  # not -1: a rank may hold no rows
+    return filled.view(len(matrix), filled.shape[1] // size, size)  # -1 would fail if a rank has no rows
 
 
 def _rounded_up(scales: Tensor) -> Tensor:

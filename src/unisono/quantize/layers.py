@@ -1,4 +1,4 @@
-"""Frozen linear layers with a weight in few bits, and the pass that converts the layers of a model to them.
+"""Frozen linear layers with a quantised weight, and the function that converts the layers of a model to them.
 
 A layer's class is swapped in place: the layer keeps its name, its bias and the name `weight` of its codes, and a LoRA
 around it (peft's `base_layer`) works as before. Codes and scales are parameters without a gradient rather than buffers:
@@ -26,7 +26,7 @@ SCALES = "weight_scales"
 
 
 class FrozenLinear(nn.Linear):
-    """A frozen nn.Linear with a weight in few bits."""
+    """A frozen nn.Linear with a quantised weight."""
 
     weight_scales: nn.Parameter | None
     format_name: str
@@ -74,7 +74,7 @@ def _apply(layer: Any, x: Tensor, num_columns: int, *, transposed: bool) -> Tens
 
 @dataclass(frozen=True)
 class Quantized:
-    """What a pass over a model has converted."""
+    """The layers of a model that `quantize` has converted."""
 
     layers: Sequence[str] = ()  # their names
     bytes_before: int = 0

@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 LARGEST = {"fp8": 448.0, "int8": 127.0}
 """The magnitude of the largest code of each format."""
 
-_SMALLEST_SCALE = 2.0**-100  # of a row of zeros; its square is not representable, so never multiply two scales
+_SMALLEST_SCALE = 2.0**-100  # of a row of zeros; the product of two such scales would underflow
 _FEW_ROWS = 16  # CUDA's int8 product requires more
 
 

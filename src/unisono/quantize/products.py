@@ -1,4 +1,4 @@
-"""Matrix products with a frozen weight in few bits, forward and backward.
+"""Matrix products with a frozen, quantised weight, forward and backward.
 
 The weight is decoded when it is needed, once in forward and once in backward, and never kept: autograd saves only the
 codes, which exist anyway. A frozen weight needs no gradient, so the input of the layer is not saved either.

@@ -66,7 +66,8 @@ def movable_blocks(
 ) -> tuple[list[nn.Module], BlocksOnHost]:
     """The blocks that can wait in host memory, and their sizes.
 
-    What takes more memory is moved: the frozen weights of a LoRA's base, and everything in a full fine-tune.
+    If the frozen weights of the blocks take more memory than the trained ones (a LoRA), only they move to the host;
+    otherwise (a full fine-tune) all weights move, with their gradients and optimizer state.
     """
     frozen, trained = frozen_bytes(model, blocks), trained_bytes(model, blocks)
     if sum(trained) <= sum(frozen):

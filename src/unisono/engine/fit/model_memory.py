@@ -118,7 +118,7 @@ class ModelMemory:
         return Estimate(weights, fullest.gradients, optimizer, average, activations, WORKSPACE)
 
     def least(self, settings: Settings) -> int:
-        """Bytes of weights and gradients, a lower bound for a run that neither shards nor swaps; traces nothing."""
+        """Bytes of weights and gradients, without tracing: a lower bound for a run without sharding or block swap."""
         demand = demand_of(self._structure(settings).module, settings)
         optimizer = 0 if self.has_own_optimizer(settings) else demand.optimizer
         return demand.weights + demand.gradients + demand.average + optimizer
@@ -216,7 +216,7 @@ class ModelMemory:
         return self._traces[key]
 
     def _new_trace(self, settings: Settings, micro_batch: int) -> Trace:
-        """Traces the model with few blocks, and continues to all of them; traces all of them if that fails."""
+        """Traces the model with a few blocks and extrapolates to all; if that fails, traces all blocks."""
         precision, num = settings.precision, len(self._structure(settings).blocks)
         period = precision.recompute_every if precision.activation_checkpointing else 1
         few = max(2, period)
@@ -287,7 +287,7 @@ def _shortened(structure: _Structure, num: int) -> _Structure:
 
 
 def _fill_tables(base_precision: str, dtype: torch.dtype) -> None:
-    """Decodes a few numbers, so that the tables that decoding caches are real and not fake tensors."""
+    """Decodes a few numbers, so that decoding caches real tables instead of fake tensors."""
     if base_precision in ("auto", "bf16"):
         return
     encoded = FORMATS[base_precision].encode(torch.ones(1, 64))

@@ -1,4 +1,4 @@
-"""The sample that a prediction of memory is made for: the largest one of the data."""
+"""Chooses the sample with which memory is predicted: the largest one of the dataset."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MOST = 20_000  # samples to compare; more would delay the start
 
 
 def largest_sample(dataset: Any) -> Any:
-    """The sample of a dataset that needs most memory; of a large dataset, the largest of some."""
+    """The sample of a dataset that needs the most memory; in a large dataset, the largest of a subset."""
     if not is_shaped(dataset):
         return dataset[0]
     num = len(dataset)  # type: ignore[arg-type]

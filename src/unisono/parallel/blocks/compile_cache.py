@@ -1,4 +1,4 @@
-"""Where compiled code is stored: a second start with the same model and shapes loads it instead of compiling again.
+"""Stores compiled code, so that a second start with the same model and shapes loads it instead of compiling again.
 
 torch caches compiled code by itself, but in a folder for temporary files, and its keys lack the attention kernels that
 are allowed: they are chosen during compilation, and a run with other kernels would silently get those of the first run.

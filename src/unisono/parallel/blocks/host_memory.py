@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_ALIGNMENT = 256  # bytes; as torch's own allocations, which kernels may rely on
+_ALIGNMENT = 256  # bytes, as in torch's allocators; kernels may rely on it
 
 
 @dataclass(frozen=True)

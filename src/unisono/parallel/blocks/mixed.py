@@ -1,4 +1,4 @@
-"""Recomputes as little as fits: each block stores as much for backward as a limit on all blocks together allows.
+"""Limits the memory of stored activations: blocks recompute only as much as is needed to stay below a common limit.
 
 The levels of a block, from the fastest to the smallest: it stores everything, recomputes what is cheap, recomputes
 large matrix products too (blocks with their own kernels only), or recomputes everything. A trial pass before step 1

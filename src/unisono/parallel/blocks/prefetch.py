@@ -1,6 +1,6 @@
 """Starts to gather a block's weights while the block before it computes.
 
-FSDP gathers a block when the host reaches it. A host that is slower than the GPU reaches it too late, and the GPU waits
+FSDP gathers a block when the host reaches it. If the host is slower than the GPU, that is too late, and the GPU waits
 for the weights; so each block also starts the gathering of the next one. Backward needs no such help: FSDP itself
 prefetches in the reverse of the order in which forward passes ran.
 """

@@ -1,4 +1,4 @@
-"""The GPU memory of a training step, by what takes it."""
+"""The GPU memory of a training step, divided into weights, gradients, optimizer state and activations."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from unisono.formatting import format_bytes
 
 GIB = 2**30
 WORKSPACE = 32 * 2**20
-"""Bytes that matrix products of torch's libraries reserve."""
+"""Bytes of workspace that cuBLAS reserves."""
 OUTSIDE_TORCH = 0.75 * GIB
-"""Memory that a process needs on a GPU beside torch's allocator: the CUDA context, kernels, libraries."""
+"""Bytes that a process uses on a GPU outside of torch's allocator: the CUDA context, kernels, libraries."""
 USABLE = 0.95
-"""Fraction of the memory that a prediction may fill; the rest is for fragmentation, and for its error."""
+"""A run fits if its prediction is at most this fraction of the memory: fragmentation and errors need the rest."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes per device at the moment of a step that needs most memory."""
+    """Bytes per device at the moment of a step with the highest memory use."""
 
     weights: int
     gradients: int  # as far as they exist at that moment
@@ -38,5 +38,5 @@ class Estimate:
 
 
 def card_memory(gigabytes: float) -> float:
-    """The bytes that torch can allocate on a GPU that is sold with this much memory."""
+    """The bytes that torch can allocate on a GPU with this much nominal memory."""
     return max(gigabytes * GIB - OUTSIDE_TORCH, 0)

@@ -1,4 +1,4 @@
-"""Chooses settings with which a run fits into memory, in the order that costs least speed.
+"""Chooses settings with which a run fits into memory, beginning with those that slow it down least.
 
 Each rung adds settings to those of the rungs above it, until the predicted memory fits. A rung that would change
 anything that the user has set is skipped. To add a setting, add a rung.
@@ -17,7 +17,7 @@ Flags = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Situation:
-    """What decides which rungs a run can use."""
+    """The properties of a run that determine which rungs it can use."""
 
     fixed: Flags  # settings that may not change, and their values
     allows_lossy: bool
@@ -30,7 +30,7 @@ class Situation:
     may_offload: bool = False  # fsdp_cpu_offload is possible
     optimizer: str = "adamw"  # "" if the recipe brings its own
     fewest_blocks: Callable[[Flags, float], int] = lambda flags, room: 0
-    """The fewest blocks on the host with which a run with these flags fits into `room` bytes; all, if it never does."""
+    """The smallest number of blocks on the host with which a run fits into `room` bytes, or all of them."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ LADDER = (
     Rung(_fixed(optimizer="adamw8bit"), lambda it: it.optimizer == "adamw", is_lossy=True),
     Rung(_fixed(strategy="fsdp", fsdp_cpu_offload=True), lambda it: it.may_offload, replaces=("blocks_on_host",)),
 )
-"""The rungs, those that cost least speed first. Halving the micro-batch costs nothing as long as the GPU stays busy."""
+"""The rungs, ordered by their cost in speed. A smaller micro-batch costs nothing as long as the GPU stays busy."""
 NAMES = (
     *("micro_batch", "activation_checkpointing", "recompute_every", "base_precision", "blocks_on_host", "strategy"),
     *("optimizer", "fsdp_cpu_offload"),
@@ -100,7 +100,7 @@ LOSSY = ("base_precision", "optimizer")
 
 @dataclass(frozen=True)
 class Choice:
-    """The settings of the first rung that fits, or of the one that needs least memory if none fits."""
+    """The settings of the first rung that fits, or, if none fits, of the rung with the lowest prediction."""
 
     flags: Flags
     estimate: Estimate
@@ -125,7 +125,7 @@ def command(flags: Flags) -> str:
 
 
 def choose(situation: Situation, room: float, estimate: Callable[[Flags], Estimate]) -> Choice:
-    """Goes down the ladder until `estimate` of the settings fits into `room` bytes.
+    """Tries the rungs in order until the `estimate` for their settings fits into `room` bytes.
 
     Also tries it without the first rung: several micro-batches per step need memory for the gradients of earlier ones.
     """

@@ -35,7 +35,7 @@ _FLOAT32_ON_GPU = ("layer_norm", "group_norm", "softmax", "log_softmax", "cross_
 
 
 class CannotTrace(Exception):
-    """A model cannot run on fake tensors, for instance because it decides by the value of a tensor."""
+    """A model cannot run on fake tensors, for instance because its control flow depends on the value of a tensor."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Trace:
-    """The moments at which the memory of a forward and backward pass can be largest."""
+    """The moments of a forward and backward pass that are candidates for the peak of memory use."""
 
     moments: Sequence[Moment]
     gradients: int  # of all weights, at the end
@@ -116,7 +116,7 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._activations -= size
 
     def note_gradient(self, weight: Tensor) -> None:
-        """Books the gradient of a weight as such."""
+        """Counts the gradient of a weight as a gradient instead of an activation."""
         assert weight.grad is not None
         key = weight.grad.untyped_storage()._cdata
         if key in self._sizes and key not in self._gradients:
@@ -129,7 +129,7 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._fullest[self.gradients] = max(self._activations, self._fullest.get(self.gradients, 0))
 
     def moments(self) -> list[Moment]:
-        """The moments that no other one exceeds in both parts."""
+        """The moments that no other moment exceeds in both activations and gradients."""
         moments: list[Moment] = []
         for gradients, activations in sorted(self._fullest.items(), reverse=True):
             if not moments or activations > moments[-1].activations:
