@@ -227,7 +227,7 @@ def documentation() -> bytes:
 
 
 class Bytes(Recipe):
-    """The next byte of a text."""
+    """A recipe that trains a small GPT to predict the next byte of a text."""
 
     defaults = {"batch_size": 16, "num_workers": 0, "tensorboard": False, "log_every": 1, "warmup_steps": 20}
 

@@ -6,7 +6,7 @@
 
 Each variant trains six blocks on one sample of 480 x 832 x 17 (7,800 tokens) with a LoRA of rank 32 on all projections:
 forward, loss and backward, compiled, in bf16. `peft` computes the adapters by peft's modules, as other trainers do. The
-distance of gradients is that to the first variant.
+gradients of each variant are compared with those of the first one.
 """
 
 from __future__ import annotations

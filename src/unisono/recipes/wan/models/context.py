@@ -47,7 +47,7 @@ def divide_tokens(transformer: Any, context: Context) -> None:
 
 
 class _Timesteps:
-    """Hook before the transformer: stores the division, and splits timesteps that are given per token."""
+    """A pre-forward hook of the transformer: divides the tokens between the ranks, and splits timesteps per token."""
 
     def __init__(self, context: Context) -> None:
         self._context = context

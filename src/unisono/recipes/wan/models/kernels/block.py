@@ -33,7 +33,7 @@ def use_fast_blocks(transformer: nn.Module, *, is_estimate: bool = False) -> Non
 
 
 def make_fast(block: nn.Module, devices: tuple[str, ...] = ("cuda",)) -> None:
-    """Makes one block fast on these devices; elsewhere, and if it is of another kind, it computes as before."""
+    """Makes one block use the fast forward pass on these devices; does nothing to a block of an unsupported kind."""
     if _is_known(block):
         block.__class__ = _fast(type(block), devices)  # type: ignore[arg-type]
 
