@@ -167,7 +167,7 @@ class Report:
         return {name: row | {"kept_from": row.get("kept_from", before["date"])} for name, row in rows.items()}
 
     def begin(self, empty: dict[str, Row], same: Sequence[str]) -> list[str]:
-        """Starts a result; reuses existing rows with the same values of `same`. Returns the names of rows to measure."""
+        """Starts a result, with existing rows that agree in the keys `same`. Returns the names of rows to measure."""
         for name, row in empty.items():
             old = self._earlier.get(name, {})
             alike = bool(old) and all(old.get(key) == row[key] for key in same)

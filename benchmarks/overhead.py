@@ -192,7 +192,7 @@ def run_case(case: Case, names: Sequence[str], job: dict[str, Any], rounds: Roun
 
 
 def numbers_of(variant: Variant, hand: Variant) -> dict[str, Any]:
-    """Compares a variant with the hand-written loop, round by round, so that conditions are alike."""
+    """Compares a variant with the hand-written loop, round by round, so that both run under the same conditions."""
     ratios = _ratios(variant.rounds_ms, hand.rounds_ms)
     quarters = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
     return {

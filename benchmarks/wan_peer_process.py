@@ -100,7 +100,7 @@ def _peak_pinned_gib() -> float | None:
 
 
 def make_importable(musubi: Path, stubs: Path) -> None:
-    """Puts musubi-tuner on the path, and stubs of packages that are not installed at its end."""
+    """Adds musubi-tuner to sys.path, followed by stubs of packages that are not installed."""
     from transformers.utils import is_torchvision_available
 
     is_torchvision_available()  # transformers remembers the answer: it must not take the stub for the package

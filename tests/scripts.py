@@ -15,7 +15,7 @@ from command_line import Ended, end, start
 
 
 @contextmanager
-def beside(folder: Path) -> Iterator[None]:
+def importable(folder: Path) -> Iterator[None]:
     """Inside the `with` block, the scripts of `folder` can be imported by name; they are unloaded at the end.
 
     Two folders of examples have scripts of the same name, and a module stays imported for all tests of a process.

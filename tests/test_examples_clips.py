@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from command_line import Ended, end, lines, start, unisono
-from scripts import beside
+from scripts import importable
 from test_clips_video import film, tone
 from unisono.multi_gpu import MultiGPUConfig
 from unisono.recipes.clips.recipe import Clips
@@ -88,7 +88,7 @@ def test_the_page_says_when_nothing_stands_out() -> None:
 
 def test_the_noise_table_matches_its_results_and_no_row_has_failed() -> None:
     results = ROOT / "benchmarks/results/clips_harder"
-    with beside(ROOT / "benchmarks"):
+    with importable(ROOT / "benchmarks"):
         benchmark = import_module("clips")
         table = benchmark.harder_table(json.loads(results.with_suffix(".json").read_text()))
     assert "\n".join(table) + "\n" == results.with_suffix(".md").read_text()
@@ -178,7 +178,7 @@ def test_the_document_names_every_field_of_the_config() -> None:
 @pytest.fixture
 def known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     monkeypatch.chdir(tmp_path)
-    with beside(EXAMPLES):
+    with importable(EXAMPLES):
         yield import_module("multi_gpu_training")
 
 

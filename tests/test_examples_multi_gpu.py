@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from command_line import end, start
-from scripts import beside
+from scripts import importable
 from unisono.multi_gpu import MultiGPUConfig
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples/clips"
@@ -24,7 +24,7 @@ EXAMPLES = Path(__file__).resolve().parent.parent / "examples/clips"
 
 @pytest.fixture(scope="module")
 def examples() -> Iterator[ModuleType]:
-    with beside(EXAMPLES):
+    with importable(EXAMPLES):
         yield importlib.import_module("multi_gpu_training_examples")
 
 

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from command_line import end, environment, lines, start
-from scripts import beside
+from scripts import importable
 from unisono.engine.batch import plan_batch
 from unisono.engine.start.run import configure
 from unisono.recipes.seo import front
@@ -27,7 +27,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 @pytest.fixture(scope="module")
 def scripts() -> Iterator[dict[str, ModuleType]]:
     names = ("advanced_llm_seo_engine", "multi_gpu_training", "test_multi_gpu_training")
-    with beside(EXAMPLES):
+    with importable(EXAMPLES):
         yield {name: importlib.import_module(name) for name in names}
 
 

@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from command_line import end, lines
-from scripts import begun, beside, check_batch_script, check_shell_script, command
+from scripts import begun, check_batch_script, check_shell_script, command, importable
 from unisono.devices import Gpu
 from unisono.recipes.wan_distill.settings import TINY
 
@@ -58,7 +58,7 @@ def small(example: Path) -> list[object]:
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """How the script translates a command line, in an empty folder on a machine without GPUs."""
     monkeypatch.chdir(tmp_path)
-    with beside(EXAMPLE):
+    with importable(EXAMPLE):
         module = import_module("script_flags")
         monkeypatch.setattr(module, "visible_gpus", list)
         yield module

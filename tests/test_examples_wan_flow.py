@@ -19,7 +19,7 @@ import yaml
 from safetensors.torch import save_file
 
 from command_line import lines
-from scripts import beside, check_batch_script, check_shell_script, command
+from scripts import check_batch_script, check_shell_script, command, importable
 from unisono.engine.start.run import configure
 from unisono.recipes.wan_flow.recipe import WanFlow
 from unisono.recipes.wan_flow.settings import TINY
@@ -44,7 +44,7 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """How the script translates a command line, in an empty folder."""
     monkeypatch.chdir(tmp_path)
-    with beside(EXAMPLE):
+    with importable(EXAMPLE):
         yield import_module("script_flags")
 
 

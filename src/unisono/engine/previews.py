@@ -147,7 +147,7 @@ def _write(path: Path, name: str, value: Any) -> None:
 def draw_preview(run: TrainingRun, step: int, recorder: Recorder) -> None:
     """Draws the preview of step `step` on all ranks; skips one that does not fit into memory."""
     recipe, strategy, settings, folder = run.components.recipe, run.components.strategy, run.settings, run.folder
-    # Seeds all ranks alike: with a sharded model, all ranks must make the same number of forward passes.
+    # Uses the same seed on all ranks: with a sharded model, all ranks must make the same number of forward passes.
     seed_everything(key_of(Purpose.PREVIEW, settings.run.seed, step), strategy.placement.devices)
     needs_all_ranks = strategy.sharded or strategy.placement.context > 1
     drawing = Drawing(strategy.placement, needs_all_ranks, run.rank.agreement, folder.path)

@@ -156,7 +156,7 @@ class _Table:
         self._recorded = torch.empty(5, len(sizes), dtype=torch.int64, pin_memory=device.type == "cuda")
 
     def filled(self, rows: list[list[int]]) -> Tensor:
-        """The addresses on the device. Backward passes allocate gradients anew, mostly where the last ones were."""
+        """The addresses on the device. Each backward pass allocates new gradients, mostly at the previous addresses."""
         if self._addresses.is_cuda and torch.cuda.is_current_stream_capturing():
             self._is_recorded = True
             self._addresses.copy_(self._recorded.copy_(torch.tensor(rows)), non_blocking=True)

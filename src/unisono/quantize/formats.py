@@ -3,7 +3,7 @@
 Every row of a matrix is encoded on its own, from float32: a block of codes that share a scale never crosses a row. So
 the rows of a shard, or rows that are read from a file one part at a time, have the same codes as those of the whole
 matrix, and the result does not depend on the number of ranks. torchao's NF4Tensor forms blocks over the flattened
-matrix and its scales depend on the mean of all of them, and it rejects shards of different sizes; hence these formats.
+matrix and its scales depend on the mean of all of them, and it rejects shards of different sizes; so it is not used.
 
 | format | code | scale | bits per weight |
 |---|---|---|---|

@@ -15,7 +15,7 @@ A sum over tokens cannot have a scale per token. With `weight_gradient`, fp8 mul
 gradient, which then has a single scale; int8 needs a scale per input and per output. These scales depend on all tokens
 of a micro-batch, so the result depends on the division into micro-batches.
 
-Pruned weights (`sparse`) are pruned where they are used, so that each step chooses the largest anew. Their gradient is
+Pruned weights (`sparse`) are pruned whenever they are used, so that each step keeps the largest ones. Their gradient is
 the one of the pruned weight, for pruned numbers too (a straight-through estimator): they can grow back.
 """
 

@@ -106,7 +106,7 @@ def state_per_weight(settings: Settings) -> float:
 
 
 def _device_memory(placement: Placement) -> int | None:
-    """Memory of the smallest GPU in the run, in bytes, so that all ranks choose alike; None on the CPU."""
+    """Memory of the smallest GPU in the run, in bytes, so that all ranks make the same choice; None on the CPU."""
     if placement.device.type != "cuda":
         return None
     here = int(torch.cuda.get_device_properties(placement.device).total_memory)

@@ -266,7 +266,7 @@ class ModelMemory:
 
 
 def _container(structure: _Structure) -> nn.ModuleList | nn.Sequential | None:
-    """The list that contains exactly the blocks, if they are all alike."""
+    """The list that contains exactly the blocks, if they all have the same structure."""
     kinds = {
         tuple((name, weight.shape, weight.dtype, weight.requires_grad) for name, weight in block.named_parameters())
         for block in structure.blocks

@@ -132,7 +132,7 @@ class ScheduleFreeAverage(Average):
         """Nothing to do: the optimizer's state was restored."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """The averages, computed anew."""
+        """The averages, computed from the optimizer's current state."""
         return {name: self._optimizer.average(parameter) for name, parameter in self._parameters}
 
     @property

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 class ForwardPrefetch:
     """Lets blocks prefetch each other in the order of the list that holds them.
 
-    A model that runs its blocks in another order computes the same: a block that was gathered in vain is used when its
+    Any order of blocks gives the same result: a block that was gathered too early is used when its
     turn comes, or dropped at the end of the backward pass. A pass without backward would not drop it, and its weights
     would be stale in a later step; such passes do not prefetch.
     """

@@ -23,7 +23,7 @@ def score_loss(logits: Tensor, scores: Tensor, kind: str) -> Tensor:
 def ranking_loss(logits: Tensor, scores: Tensor) -> Tensor:
     """Mean [windows] of log(1 + e^(worse − better)) over all pairs of clips with different labelled scores.
 
-    Only the order of the scores decides which moments are cut. Most clips of a video are alike, so the score loss alone
+    Only the order of the scores decides which moments are cut. Most clips have similar scores, so the score loss alone
     can be small even if the few highlights do not score highest.
     """
     better = scores[:, :, None] - scores[:, None, :] > _NEAR  # False where either is NaN

@@ -28,7 +28,7 @@ class ToWrite:
 
     @property
     def num_bytes(self) -> int:
-        """Its size in the file."""
+        """Size of the tensor in the file."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 

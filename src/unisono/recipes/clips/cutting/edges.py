@@ -39,7 +39,7 @@ class Edge:
 def shots(frames: NDArray[np.uint8], times: NDArray[np.float64]) -> list[Edge]:
     """Scene cuts in small frames [N, height, width, 3], each at the time of the first frame of the new shot.
 
-    A frame that differs from both neighbours, while the neighbours are alike, is a flash and not a cut.
+    A frame that differs from both neighbours, while they are similar to each other, is a flash and not a cut.
     """
     looks = np.stack([_look(frame) for frame in frames]) if len(frames) else np.zeros((0, 1))
     steps = _differences(looks, 1)  # steps[i] is the difference between frames i and i + 1

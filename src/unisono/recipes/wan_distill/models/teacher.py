@@ -100,7 +100,7 @@ def build_on_meta(folder: WanFolder, dtype: torch.dtype, *, is_sharded: bool = F
 
 
 def is_offloaded(folder: WanFolder, dtype_name: str, strategy: str, device: str, base_precision: str) -> bool:
-    """Whether the weights stay in host memory. Free memory has no influence, so all devices of a kind choose alike."""
+    """Whether the weights stay in host memory. Does not depend on free memory, so that ranks agree."""
     if torch.device(device).type != "cuda" or strategy in ("gpu", "gpu0"):
         return False
     if strategy == "cpu":

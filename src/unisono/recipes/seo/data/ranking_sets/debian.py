@@ -34,7 +34,7 @@ PACKAGES_FILE = "debian-packages.jsonl.gz"
 MIN_LENGTH = 300
 """Minimum length of a description in characters; shorter ones add little to the synopsis."""
 
-_SAME = 200  # in characters; packages whose descriptions begin alike (libfoo1, libfoo-dev) count as one
+_SAME = 200  # in characters; packages whose descriptions begin the same (libfoo1, libfoo-dev) count as one
 _TIMEOUT_S = 600
 _WORD = re.compile(r"\w+")
 # Disables the programs that the system runs after it updates its own package lists.
