@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import unisono
+from many_runs import slow_unless
 from recipes_for_tests import Reader, Sentences
 from unisono.config.help import flag_text
 from unisono.config.resolve import resolve
@@ -90,7 +92,9 @@ def test_selective_recomputing_does_not_change_gradients_at_all(mode: str, dropo
     assert len(actual) == len(expected) and all(map(torch.equal, actual, expected))
 
 
-def test_compiled_blocks_store_selectively_too() -> None:
+@pytest.mark.parametrize("backend", slow_unless(["aot_eager", "inductor"], ["aot_eager"]))
+def test_compiled_blocks_store_selectively_too(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend=backend))
     model = reader("selective")
     compile_blocks(model, list(model.blocks))
     for ours, expected in zip(gradients(model), gradients(reader("none")), strict=True):

@@ -10,6 +10,7 @@ import torch
 from diffusers import WanTransformer3DModel
 from torch.autograd.graph import saved_tensors_hooks
 
+from many_runs import slow_unless
 from unisono.parallel.blocks.repeated import compile_blocks
 from unisono.quantize.layers import frozen_linears, quantize
 from unisono.recipes.wan.models.kernels import fused
@@ -80,12 +81,17 @@ def test_layers_with_and_without_a_lora_can_be_mixed() -> None:
         torch.testing.assert_close(ours[name], expected, rtol=1e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize("base", ["plain", pytest.param("fp8", marks=pytest.mark.slow)])
-def test_compiled_blocks_get_the_same_gradients(base: str) -> None:
+@pytest.mark.parametrize(
+    ("base", "backend"), slow_unless([("plain", "aot_eager"), ("plain", ""), ("fp8", "")], [("plain", "aot_eager")])
+)
+def test_compiled_blocks_get_the_same_gradients(base: str, backend: str) -> None:
     plain = model(base)
     quick = fast(plain)
     eager = trained(quick, mixed=True)
-    compile_blocks(quick, list(quick.blocks))
+    for block in quick.blocks if backend else ():
+        block.compile(backend=backend)
+    if not backend:
+        compile_blocks(quick, list(quick.blocks))
     assert_same(trained(quick, mixed=True), eager, 6e-2)
 
 
