@@ -334,6 +334,9 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
         "wan_memory": wan_memory,
     },
     HERE.parent / "docs" / "tune.md": {"tune": tune},
+    HERE.parent / "docs" / "plan.md": {
+        "plan": tables_of("plan", "Predictions for one H200, and collectives of CPU ranks, made")
+    },
     HERE.parent / "docs" / "small_cards.md": {"small_cards": tables_of("small_cards", "Wan models by card,")},
     HERE.parent / "docs" / "wan_distill.md": {
         "wan_distill_learning": tables_of("wan_distill_learning", "Students of the tiny teacher"),

@@ -94,7 +94,16 @@ def test_every_public_name_is_in_the_python_api(site: Path) -> None:
 def test_a_section_of_the_navigation_lists_all_its_pages(site: Path) -> None:
     page = _Page((site / "index.html").read_text())
     pages = ["get_started", "own_model", "examples/own_model/index", "darkroom", "wan", "wan_distill", "clips", "seo"]
-    pages += ["small_cards", "clusters", "faults", "reference/index", "reference/python", "architecture", "benchmarks"]
+    pages += [
+        "plan",
+        "small_cards",
+        "clusters",
+        "faults",
+        "reference/index",
+        "reference/python",
+        "architecture",
+        "benchmarks",
+    ]
     assert {f"{name}.html" for name in pages} <= set(page.links)
 
 

@@ -15,6 +15,7 @@ from unisono.typed_paths import as_typed
 
 COMMANDS = {
     "train": "train a recipe on one device or many",
+    "plan": "predict memory, speed and cost of a run under each strategy; needs no GPU",
     "verify": "prove that a recipe trains the same on 1 and on N ranks",
     "tune": "search for good settings of a recipe with Optuna",
     "export": "write a run's trained weights to a folder",

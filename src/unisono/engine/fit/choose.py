@@ -77,7 +77,7 @@ class Fitter:
             # fsdp on one GPU needs a process group, which a single process creates at its start.
             may_offload=may_shard and parallel.blocks_on_host == 0 and (card.ranks > 1 or not card.is_in_use),
             optimizer="" if memory.has_own_optimizer(settings) else settings.optim.optimizer.lower(),
-            fewest_blocks=lambda flags, room: self._fewest_blocks(flags, room, card),
+            fewest_blocks=lambda flags, room: self.fewest_blocks(flags, room, card),
         )
         return choose(situation, card.room, lambda flags: self._estimate(flags, card))
 
@@ -87,7 +87,8 @@ class Fitter:
             self._settings(flags), micro_batch=size, ranks=card.ranks, accumulates=self._share > size
         )
 
-    def _fewest_blocks(self, flags: Flags, room: float, card: Card) -> int:
+    def fewest_blocks(self, flags: Flags, room: float, card: Card) -> int:
+        """The fewest blocks on the host with which a run with these flags fits into `room` bytes; 0 if none helps."""
         blocks = self.memory.blocks(self._settings(flags))
         others = self._estimate(flags, card).total - sum(blocks.movable_bytes)
         fewest = blocks.fewest(room - others)

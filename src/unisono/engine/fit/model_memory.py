@@ -26,6 +26,7 @@ from unisono.parallel.strategy import cast_weights
 from unisono.planning.blocks_on_host import BlocksOnHost
 from unisono.planning.memory.estimate import WORKSPACE, Estimate
 from unisono.planning.memory.trace import CannotTrace, Trace, extended, trace_step
+from unisono.planning.speed.work import Work
 from unisono.quantize.formats import FORMATS
 from unisono.quantize.layers import frozen_linears, quantize
 from unisono.settings import Settings
@@ -44,10 +45,22 @@ class _Structure:
     linears: Sequence[str]  # frozen linear layers that base_precision converts
     exact: Sequence[str]  # weights that are never cast or sharded
 
-    @property
+    @cached_property
     def buffers(self) -> int:
         """Bytes of the model's buffers."""
         return sum(buffer.nbytes for buffer in self.module.buffers())
+
+    @cached_property
+    def trained_weights(self) -> int:
+        """The number of trained weights."""
+        return sum(weight.numel() for weight in self.module.parameters() if weight.requires_grad)
+
+    def gathered_bytes(self, kind: torch.dtype | None) -> int:
+        """Bytes of all weights in the types in which fsdp gathers them; `kind` is the type of mixed precision."""
+        return sum(
+            weight.numel() * (kind.itemsize if kind is not None and weight.is_floating_point() else weight.itemsize)
+            for weight in self.module.parameters()
+        )
 
 
 class ModelMemory:
@@ -101,7 +114,7 @@ class ModelMemory:
             weights = self._sharded_weights(structure, share)
             optimizer, average, existing = int(share * optimizer), int(share * average), share * existing
         else:
-            swapped = self._swapped(settings)
+            swapped = self.swapped(settings)
             if swapped.is_trained:  # a part of everything that belongs to trained weights
                 share = 1 - swapped.saved_bytes / (weights + gradients + optimizer + average)
                 weights, optimizer, average = int(share * weights), int(share * optimizer), int(share * average)
@@ -117,13 +130,30 @@ class ModelMemory:
             return Estimate(weights, int(share * gradients), optimizer, average, update, WORKSPACE)
         return Estimate(weights, fullest.gradients, optimizer, average, activations, WORKSPACE)
 
+    def work(self, settings: Settings, micro_batch: int) -> Work:
+        """What the kernels of one micro-batch do, with recomputation. Raises CannotTrace."""
+        return self._trace(settings, micro_batch).work
+
+    def trained_weights(self, settings: Settings) -> int:
+        """The number of trained weights."""
+        return self._structure(settings).trained_weights
+
+    def gathered_bytes(self, settings: Settings) -> int:
+        """Bytes of the weights that fsdp gathers."""
+        return self._structure(settings).gathered_bytes(compute_type(settings.precision))
+
+    def num_blocks(self, settings: Settings) -> int:
+        """The number of repeated blocks."""
+        return len(self._structure(settings).blocks)
+
     def least(self, settings: Settings) -> int:
         """Bytes of weights and gradients, without tracing: a lower bound for a run without sharding or block swap."""
         demand = demand_of(self._structure(settings).module, settings)
         optimizer = 0 if self.has_own_optimizer(settings) else demand.optimizer
         return demand.weights + demand.gradients + demand.average + optimizer
 
-    def _swapped(self, settings: Settings) -> BlocksOnHost:
+    def swapped(self, settings: Settings) -> BlocksOnHost:
+        """The blocks that wait in host memory with these settings."""
         requested = settings.parallel.blocks_on_host
         if requested == 0:
             return BlocksOnHost((), NUM_SLOTS)

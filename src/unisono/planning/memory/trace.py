@@ -1,4 +1,4 @@
-"""Measures the memory of a forward and backward pass without computing it.
+"""Measures the memory and the work of a forward and backward pass without computing it.
 
 The passes run on fake tensors, which have a shape and a type but no memory. A dispatch mode sees every tensor that an
 operation creates, and learns when autograd and Python have dropped the last reference to it. That includes what custom
@@ -16,7 +16,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from unisono.formatting import describe_exception
+from unisono.planning.speed.work import Work
 
 _BLOCK = 512  # bytes: the allocator rounds up to it
 _FLOAT32_ON_GPU = ("layer_norm", "group_norm", "softmax", "log_softmax", "cross_entropy", "nll_loss", "mse_loss")
@@ -52,6 +53,7 @@ class Trace:
 
     moments: Sequence[Moment]
     gradients: int  # of all weights, at the end
+    work: Work = field(default_factory=Work)
 
     def fullest(self, *, existing: float = 0, share: float = 1) -> Moment:
         """The moment that needs most memory.
@@ -73,7 +75,8 @@ def extended(short: Trace, longer: Trace, periods: float) -> Trace:
     gradients = longer.gradients - short.gradients
     early = [Moment(each.activations + int(periods * stored), each.gradients) for each in longer.moments]
     late = [Moment(each.activations, each.gradients + int(periods * gradients)) for each in longer.moments]
-    return Trace([*early, *late], longer.gradients + int(periods * gradients))
+    work = longer.work + longer.work.minus(short.work) * periods
+    return Trace([*early, *late], longer.gradients + int(periods * gradients), work)
 
 
 def _most_activations(trace: Trace) -> int:
@@ -89,9 +92,11 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._activations = self.gradients = 0
         self._gradients: set[int] = set()
         self._fullest: dict[int, int] = {}  # bytes of gradients -> most bytes of activations
+        self.work = Work()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        self.work.add(func, args, kwargs, result)
         for tensor in tree_iter(result):
             if isinstance(tensor, Tensor) and tensor.layout == torch.strided:
                 self._add(tensor.untyped_storage())
@@ -156,7 +161,7 @@ def trace_step(
                 with torch.autocast("cpu", compute_type, enabled=compute_type is not None):
                     total = loss(model, fake_batch)
                 total.backward()  # type: ignore[no-untyped-call]
-            return Trace(ledger.moments(), ledger.gradients)
+            return Trace(ledger.moments(), ledger.gradients, ledger.work)
     except Exception as error:  # any model, any operation: a prediction must never end a run
         raise CannotTrace(describe_exception(error)) from error
 

@@ -145,6 +145,27 @@ class Darkroom(Recipe):
             return TwoRegions.cut(histories, room.horizon, config.compress_interval, config.history_skip)
         return Windows.of(histories, room.horizon, config.n_transit, config.history_skip)
 
+    def example(self) -> Any:
+        """A context of a history of zeros."""
+        import torch
+
+        from unisono.recipes.darkroom.data.windows import TwoRegions, Windows
+        from unisono.recipes.darkroom.sources.source import Histories
+
+        config, horizon = self.config, self.room.horizon
+        length = config.compress_interval if config.use_compressed_context else config.n_transit
+        zeros = torch.zeros(1, 1, -(-length // horizon) * horizon, dtype=torch.uint8)
+        histories = Histories(torch.zeros(1, dtype=torch.int64), zeros, zeros, zeros)
+        if config.use_compressed_context:
+            return TwoRegions.cut(histories, horizon, length)[0]
+        return Windows.of(histories, horizon, length)[0]
+
+    def collate(self, items: list[Any]) -> Any:
+        """Joins contexts, each of which is a batch of one."""
+        from unisono.recipes.darkroom.data.windows import joined
+
+        return joined(items)
+
     def loss(self, model: nn.Module, batch: Contexts, noise: Noise) -> Loss:
         """The cross-entropy of the learner's next actions, summed over the positions that count."""
         import torch

@@ -6,8 +6,9 @@ them by index. Every context starts at the first step of an episode, as in a rol
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +24,17 @@ class Contexts(NamedTuple):
     tokens: Tokens
     actions: Tensor  # the targets
     learned: Tensor | None  # positions that count in the loss; None: all of them
+
+
+def joined(batches: Sequence[Contexts]) -> Contexts:
+    """Makes one batch of several."""
+    tokens = Tokens(*(_cat(column) for column in zip(*(batch.tokens for batch in batches), strict=True)))
+    actions = torch.cat([batch.actions for batch in batches])
+    return Contexts(tokens, actions, _cat([batch.learned for batch in batches]))
+
+
+def _cat(tensors: Sequence[Tensor | None]) -> Any:
+    return None if tensors[0] is None else torch.cat([tensor for tensor in tensors if tensor is not None])
 
 
 @dataclass(frozen=True)

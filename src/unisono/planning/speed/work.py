@@ -1,0 +1,89 @@
+"""Counts what the operations of a training step compute and move, as a basis for predicting its time."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_iter
+from torch.utils.flop_counter import flop_registry
+
+_NO_KERNEL = {
+    "_unsafe_view",
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "detach",
+    "lift_fresh",
+}
+_PRODUCTS = {torch.float8_e4m3fn: "fp8", torch.int8: "fp8", torch.bfloat16: "bf16", torch.float16: "bf16"}
+"""The rate at which a GPU multiplies numbers of a type; all others run at that of float32 (or tf32)."""
+
+
+@dataclass
+class Work:
+    """What the kernels of a step do, summed over the step."""
+
+    products: Counter[str] = field(default_factory=Counter)
+    """Floating-point operations of matrix products and convolutions, by rate: fp8, bf16, fp32."""
+    attention: float = 0.0
+    """Floating-point operations of fused attention."""
+    product_bytes: float = 0.0
+    """Bytes that matrix products and attention read and write."""
+    other_bytes: float = 0.0
+    """Bytes that all other kernels read and write, each operation by itself."""
+    attended_bytes: float = 0.0
+    """Bytes of queries, keys, values and results of fused attention, which context parallel exchanges."""
+    launches: float = 0.0
+    """Number of kernels."""
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            self.products + other.products,
+            *(getattr(self, name) + getattr(other, name) for name in _NUMBERS),
+        )
+
+    def __mul__(self, factor: float) -> Work:
+        products = Counter({rate: factor * flops for rate, flops in self.products.items()})
+        return Work(products, *(factor * getattr(self, name) for name in _NUMBERS))
+
+    def minus(self, other: Work) -> Work:
+        """The work that this one has in addition to another; never negative."""
+        products = Counter({rate: max(flops - other.products[rate], 0) for rate, flops in self.products.items()})
+        return Work(products, *(max(getattr(self, name) - getattr(other, name), 0) for name in _NUMBERS))
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of matrix products and attention."""
+        return float(sum(self.products.values()) + self.attention)
+
+    def add(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Adds an operation of ATen."""
+        packet = getattr(function, "_overloadpacket", None)
+        name = getattr(packet, "__name__", "")
+        if getattr(function, "is_view", False) or name in _NO_KERNEL:
+            return
+        tensors = [each for each in tree_iter((args, kwargs, result)) if isinstance(each, Tensor)]
+        num_bytes = sum(tensor.nbytes for tensor in tensors)
+        self.launches += 1
+        if name == "_int_mm":
+            self.products["fp8"] += 2 * args[0].shape[0] * args[0].shape[1] * args[1].shape[1]
+            self.product_bytes += num_bytes
+        elif packet in flop_registry:
+            flops = flop_registry[packet](*args, **(kwargs or {}), out_val=result)
+            self.product_bytes += num_bytes
+            if "attention" in name:
+                self.attention += flops
+                self.attended_bytes += num_bytes
+            else:
+                self.products[_PRODUCTS.get(tensors[0].dtype, "fp32")] += flops
+        else:
+            self.other_bytes += num_bytes
+
+
+_NUMBERS = ("attention", "product_bytes", "other_bytes", "attended_bytes", "launches")
