@@ -5,8 +5,8 @@
     python benchmarks/plan.py --quick              # smoke test: few cases
 
 The measurements are those of wan_step.py, wan_memory.py and darkroom.py on an H200, so no GPU is needed here.
-Collectives are measured on this machine: gloo on 2 and 4 CPU ranks. Latency and bandwidth are fitted to the smallest and
-the largest tensor of each collective, and predict the sizes between.
+Collectives are measured on this machine: gloo on 2 and 4 CPU ranks. Latency and bandwidth are fitted to the smallest
+and the largest tensor of each collective, and predict the sizes between.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ def table(result: Row) -> list[str]:
     if rows := parts.get("times"):
         lines += [
             "",
-            "## Steps on one H200",
+            "### Steps on one H200",
             "",
             "| case | measured ms | predicted ms | error | bottleneck | measured GiB | predicted GiB | error |",
             "|---|---|---|---|---|---|---|---|",
@@ -235,7 +235,7 @@ def table(result: Row) -> list[str]:
     if rows := parts.get("memory"):
         lines += [
             "",
-            "## Memory on one H200",
+            "### Memory on one H200",
             "",
             within(rows, "memory_error", TARGETS["memory"], "cases"),
             "",
@@ -249,7 +249,7 @@ def table(result: Row) -> list[str]:
     if rows := parts.get("collectives"):
         lines += [
             "",
-            "## Collectives of gloo on CPU ranks",
+            "### Collectives of gloo on CPU ranks",
             "",
             "| case | measured ms | predicted ms | error |",
             "|---|---|---|---|",
@@ -261,9 +261,10 @@ def table(result: Row) -> list[str]:
     for row in parts.get("speed", []):
         lines += [
             "",
-            "## Time of the command",
+            "### Time of the command",
             "",
-            f"`{row['case']}` took {row['seconds']:.1f} s on this machine (target 30 s: {'met' if row['seconds'] <= 30 else 'missed'}).",
+            f"`{row['case']}` took {row['seconds']:.1f} s on this machine "
+            f"(target 30 s: {'met' if row['seconds'] <= 30 else 'missed'}).",
         ]
     return lines
 
@@ -302,9 +303,13 @@ def main() -> int:
         for name in chosen:
             parts[name] = list(work[name]())
     result = {
-        "command": "python benchmarks/plan.py", "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC", "quick": options.quick,
-        "machine": machine(), "versions": versions(["torch", "diffusers"]), "parts": parts,
-    }  # fmt: skip
+        "command": "python benchmarks/plan.py",
+        "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC",
+        "quick": options.quick,
+        "machine": machine(),
+        "versions": versions(["torch", "diffusers"]),
+        "parts": parts,
+    }
     options.output.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(result, indent=1) + "\n")
     text = "\n".join(table(result)) + "\n"

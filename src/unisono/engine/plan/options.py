@@ -62,11 +62,11 @@ def _all_meshes(cluster: Cluster, recipe: Recipe) -> Iterator[Mesh]:
 
 def _agrees(mesh: Mesh, name: str, value: Any, cluster: Cluster) -> bool:
     if name == "strategy":
-        return value == "auto" or value in (mesh.flags["strategy"], mesh.name) or value == "dp"
+        return bool(value in ("auto", "dp", mesh.flags["strategy"], mesh.name))
     if name == "context_parallel":
         return bool(mesh.context == value)
     sizes = {"all": cluster.ranks, "node": cluster.gpus_per_node}
-    return value == "auto" or mesh.shard_size == sizes.get(value, value)
+    return bool(value == "auto" or mesh.shard_size == sizes.get(value, value))
 
 
 def recompute_levels(resolved: Resolved, *, has_blocks: bool) -> list[Flags]:

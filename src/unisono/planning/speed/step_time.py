@@ -42,7 +42,7 @@ class StepTime:
     @property
     def total(self) -> float:
         """Seconds of the step."""
-        return sum(getattr(self, part.name) for part in fields(self))
+        return float(sum(getattr(self, part.name) for part in fields(self)))
 
     @property
     def bottleneck(self) -> str:
