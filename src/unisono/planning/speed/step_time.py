@@ -46,12 +46,13 @@ class StepTime:
 
     @property
     def bottleneck(self) -> str:
-        """What takes most of the time, in words."""
+        """What limits the speed, in words: the host if the GPU waits for it, otherwise what takes most of the time."""
+        if self.launches > 0:
+            return "kernel launches"
         names = {
             "products": "matrix products",
             "attention": "attention",
             "elementwise": "memory bandwidth",
-            "launches": "kernel launches",
             "communication": "communication",
             "copies": "copies from the host",
             "update": "optimizer",
