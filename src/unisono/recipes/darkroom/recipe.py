@@ -161,10 +161,10 @@ class Darkroom(Recipe):
         return Windows.of(histories, horizon, length)[0]
 
     def collate(self, items: list[Any]) -> Any:
-        """Joins contexts, each of which is a batch of one."""
-        from unisono.recipes.darkroom.data.windows import joined
+        """Joins contexts, each of which is a batch of one; the evaluation's samples are pairs of numbers."""
+        from unisono.recipes.darkroom.data.windows import Contexts, joined
 
-        return joined(items)
+        return joined(items) if isinstance(items[0], Contexts) else super().collate(items)
 
     def loss(self, model: nn.Module, batch: Contexts, noise: Noise) -> Loss:
         """The cross-entropy of the learner's next actions, summed over the positions that count."""
