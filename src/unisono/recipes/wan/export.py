@@ -16,6 +16,7 @@ from unisono.config.values import shown
 from unisono.errors import ConfigError, UserError
 from unisono.recipes.common.model_files import read_json
 from unisono.recipes.wan.models.load import BOUNDARY, WanFolder, build_meta, transformer_config
+from unisono.recipes.wan.models.weight_names import is_adapter
 from unisono.recipes.wan.models.weights import fill, refuse_pickle
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def write_pipeline(
     models = {name: model for name, model in trained.items() if model is not None}
     if not models:
         raise ValueError("write_pipeline: no transformer was given")
-    if any(".lora_" in name for model in models.values() for name, _ in model.named_parameters()):
+    if any(is_adapter(name) for model in models.values() for name, _ in model.named_parameters()):
         raise ValueError("write_pipeline: the transformer has a LoRA; save the LoRA alone")
     folder.mkdir(parents=True, exist_ok=True)
     if isinstance(source, WanFolder):

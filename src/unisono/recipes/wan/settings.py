@@ -8,6 +8,9 @@ SigmaSampling = Literal["logit_normal", "uniform", "mode"]
 Attention = Literal["auto", "cudnn", "flash", "efficient", "math"]
 """Attention kernels to choose from; auto measures them."""
 
+Kind = Literal["lora", "dora", "lokr"]
+"""Kinds of adapters."""
+
 TextDtype = Literal["bfloat16", "float32"]
 """Dtypes of the text encoder."""
 

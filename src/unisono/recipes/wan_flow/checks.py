@@ -43,6 +43,12 @@ def check_config(config: Any) -> None:
         )
     if config.lora_alpha is not None and not 0 < config.lora_alpha < math.inf:
         raise ConfigError(f"lora_alpha: expected a number above 0, got {config.lora_alpha}")
+    if config.adapter != "lora" and not (config.lora_rank or config.lora_path):
+        raise ConfigError(f"adapter {config.adapter} needs a rank; add --lora_rank 16 (0 trains all weights)")
+    if config.lokr_factor != -1 and (config.adapter != "lokr" or config.lokr_factor < 2):
+        raise ConfigError(
+            f"lokr_factor {config.lokr_factor}: expected -1 or at least 2, with --adapter lokr; correct or remove it"
+        )
     check_prompts(config, "preview_prompts")
     if not config.dataset_path:
         raise ConfigError("dataset_path is empty; expected a folder with images and videos, or shapes")

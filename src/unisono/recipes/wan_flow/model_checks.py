@@ -46,7 +46,9 @@ def check_weights(setup: Setup, name: str, transformer: Any) -> None:
     if setup.pretrained is not None:
         check_fit(transformer, setup.weight_files[name])
     if config.lora_path:
-        open_lora(transformer, Path(config.lora_path).expanduser(), config.lora_rank, name)
+        kind = open_lora(transformer, Path(config.lora_path).expanduser(), config.lora_rank, name).kind
+        if kind != config.adapter:
+            raise ConfigError(f"lora_path {config.lora_path} is a {kind}; continue it with --adapter {kind}")
     elif config.lora_rank:
         targeted(transformer, lora_targets(config))
 

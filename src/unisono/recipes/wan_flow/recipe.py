@@ -44,7 +44,7 @@ class WanFlow(WanRecipe):
         *("parts_path", "height", "width", "max_pixels", "num_frames", "fps", "window", "latents", "text_dtype"),
         # The model and the meaning of its weights. model_path may change: a LoRA's base is identified by its content,
         # and a run that trains all weights has them in its checkpoints.
-        *("model_config", "expert", "lora_rank", "lora_alpha", "lora_targets", "lora_path"),
+        *("model_config", "expert", "adapter", "lokr_factor", "lora_rank", "lora_alpha", "lora_targets", "lora_path"),
     )
     Config = settings.Config
 
@@ -153,13 +153,12 @@ class WanFlow(WanRecipe):
         check_weights(self.setup, name, transformer)
         if config.lora_path and self.is_estimate:
             lora = open_lora(transformer, Path(config.lora_path).expanduser(), part=name)
-            add_lora(transformer, lora.rank, config.lora_alpha, lora.layers, initialise=False)
+            add_lora(transformer, lora.rank, config.lora_alpha, lora.layers, initialise=False, kind=lora.kind)
         elif config.lora_path:
             load_lora(transformer, Path(config.lora_path).expanduser(), config.lora_alpha, name)
         elif config.lora_rank:
-            add_lora(
-                transformer, config.lora_rank, config.lora_alpha, lora_targets(config), initialise=not self.is_estimate
-            )
+            options = {"initialise": not self.is_estimate, "kind": config.adapter, "lokr_factor": config.lokr_factor}
+            add_lora(transformer, config.lora_rank, config.lora_alpha, lora_targets(config), **options)
 
     def weights(self, model: nn.Module) -> Weights | None:
         """The pretrained weights, read from their files row by row; None when training from scratch."""

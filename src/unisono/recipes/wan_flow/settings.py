@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from unisono.engine.recipe import Recipe
-from unisono.recipes.wan.settings import TINY_DEFAULTS, Attention, SigmaSampling, TextDtype
+from unisono.recipes.wan.settings import TINY_DEFAULTS, Attention, Kind, SigmaSampling, TextDtype
 
 ALIASES = {
     "checkpoint_dir": "output_dir",
@@ -96,6 +96,10 @@ class Config(Recipe.Config):
     unmasked_weight: float = 0.0
     """Weight of what is black in a mask, from 0 to 1, with masked_loss."""
 
+    adapter: Kind = "lora"
+    """Kind of adapter that lora_rank trains: lora; dora (also trains the magnitude of each output, closer to full fine-tuning, slower); lokr (a Kronecker product, fewer weights)."""
+    lokr_factor: int = -1
+    """Size of the smaller factor of a lokr: larger factors train fewer weights, up to the square root of a layer's width. -1: the square root."""
     lora_rank: int = 0
     """Rank of the LoRA to train. 0 trains all weights."""
     lora_alpha: float | None = None

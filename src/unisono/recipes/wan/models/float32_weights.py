@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_NAMES = ("rope", "time_embedder", "scale_shift_table", "norm1", "norm2", "norm3", "norm_q", "norm_k")
+from unisono.recipes.wan.models.weight_names import MAGNITUDE
+
+_NAMES = ("rope", "time_embedder", "scale_shift_table", "norm1", "norm2", "norm3", "norm_q", "norm_k", MAGNITUDE)
 
 
 def float32_weights(model: nn.Module) -> list[str]:

@@ -12,16 +12,33 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 
 from unisono.checkpoint.tensor_file import TensorFile
-from unisono.data.bits import Purpose, key_of
 from unisono.errors import ConfigError, UserError
-from unisono.recipes.wan.models.weight_names import COMFY, native_name, plain_name
+from unisono.recipes.wan.models.adapter_files import (
+    PEFT_FILE,
+    comfy_names,
+    is_special,
+    put,
+    read_special,
+    special_state,
+    write_peft_lokr,
+)
+from unisono.recipes.wan.models.adapters import (
+    ADAPTER,
+    LOKR_PARTS,
+    adapter_layers,
+    config_for,
+    draw,
+    kind_of,
+    use_own_forward,
+)
+from unisono.recipes.wan.models.weight_names import MAGNITUDE
 from unisono.recipes.wan.models.weights import reading_safetensors, refuse_pickle
+from unisono.recipes.wan.settings import Kind
 
 TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2")
 """Name endings of the layers that get a LoRA: all projections of both attentions, and the feed-forward layers."""
@@ -29,7 +46,8 @@ FILE = "pytorch_lora_weights.safetensors"
 SECOND = "transformer_2"  # the folder beside FILE for the low-noise expert
 COMFY_FILE = {"transformer": "comfyui_lora.safetensors", SECOND: "comfyui_lora_low_noise.safetensors"}
 """The same with ComfyUI's names; ComfyUI keeps the files of both experts in one folder."""
-_ADAPTER = "default"
+SPECIAL_PARTS = (*LOKR_PARTS, MAGNITUDE)
+_MARKS = (".lora_", ".lokr_")
 _LARGEST_RANK = 2**14
 
 
@@ -40,11 +58,13 @@ def add_lora(
     targets: Sequence[str] = TARGETS,
     *,
     initialise: bool = True,
+    kind: Kind = "lora",
+    lokr_factor: int = -1,
 ) -> None:
     """Adds a LoRA, initially without effect, to the layers whose names end like `targets`, and freezes all else.
 
     The LoRA's weights are real even where the model is on the meta device. They are random by layer name, so it does
-    not matter how the model was built. Without `initialise` they stay where they are.
+    not matter how the model was built. Without `initialise` they stay where they are. `kind` may be another adapter.
     """
     if not 0 < rank <= _LARGEST_RANK:
         raise ConfigError(f"lora_rank: expected a whole number from 1 to {_LARGEST_RANK}, got {rank}")
@@ -52,11 +72,11 @@ def add_lora(
     if not 0 < alpha < math.inf:
         raise ConfigError(f"lora_alpha: expected a number above 0, got {alpha}")
     layers = targeted(transformer, targets)
-    from peft import LoraConfig
-
-    transformer.add_adapter(LoraConfig(r=rank, lora_alpha=alpha, target_modules=layers), adapter_name=_ADAPTER)  # type: ignore[arg-type]
-    for name, layer in _lora_layers(transformer).items() if initialise else ():
-        _draw(layer, name)
+    transformer.add_adapter(config_for(kind, rank, alpha, layers, lokr_factor), adapter_name=ADAPTER)
+    for name, layer in adapter_layers(transformer).items():
+        use_own_forward(layer)
+        if initialise:
+            draw(layer, name)
 
 
 def targeted(transformer: nn.Module, targets: Sequence[str]) -> list[str]:
@@ -75,35 +95,16 @@ def targeted(transformer: nn.Module, targets: Sequence[str]) -> list[str]:
     return sorted(set(layers))
 
 
-def _lora_layers(transformer: nn.Module) -> dict[str, Any]:
-    from peft.tuners.lora import LoraLayer
-
-    modules = ((plain_name(f"{name}.")[:-1], module) for name, module in transformer.named_modules())
-    return {name: module for name, module in modules if isinstance(module, LoraLayer)}
-
-
-def _draw(layer: Any, name: str) -> None:
-    for half in (layer.lora_A, layer.lora_B):
-        linear = half[_ADAPTER]
-        # peft creates them on the device and in the dtype of the frozen weight: on meta, or too imprecise for training.
-        wide = torch.float32 if linear.weight.dtype.itemsize < 4 else linear.weight.dtype
-        linear.to_empty(device="cpu" if linear.weight.is_meta else linear.weight.device).to(wide)
-    first, second = layer.lora_A[_ADAPTER].weight, layer.lora_B[_ADAPTER].weight
-    seed = key_of(Purpose.WEIGHTS, torch.initial_seed(), crc32(name.encode()))
-    initial = torch.empty(first.shape)
-    nn.init.kaiming_uniform_(initial, a=math.sqrt(5), generator=torch.Generator().manual_seed(seed & (2**63 - 1)))
-    with torch.no_grad():
-        first.copy_(initial)
-        second.zero_()
-
-
 def lora_state(transformer: nn.Module) -> dict[str, Tensor]:
-    """The LoRA's weights on the CPU, by the names in files, with the scale multiplied into B."""
+    """The adapter's weights on the CPU, by the names in files, with the scale multiplied in."""
     state = {}
-    for name, layer in _lora_layers(transformer).items():
-        first, second = layer.lora_A[_ADAPTER].weight, layer.lora_B[_ADAPTER].weight
-        state[f"{name}.lora_A.weight"] = first.detach().cpu().contiguous()
-        state[f"{name}.lora_B.weight"] = (second.detach() * layer.scaling[_ADAPTER]).cpu().contiguous()
+    for name, layer in adapter_layers(transformer).items():
+        if kind_of(layer) != "lokr":
+            first, second = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
+            state[f"{name}.lora_A.weight"] = first.detach().cpu().contiguous()
+            state[f"{name}.lora_B.weight"] = (second.detach() * layer.scaling[ADAPTER]).cpu().contiguous()
+        if kind_of(layer) != "lora":
+            state |= {f"{name}.{part}": tensor for part, tensor in special_state(layer).items()}
     return state
 
 
@@ -126,13 +127,15 @@ def save_lora(
     parts = {"transformer": (folder, high), SECOND: (folder / SECOND, low)}
     states = {part: (place, state) for part, (place, state) in parts.items() if state is not None}
     for part, (place, _) in states.items():
-        for file in (place / FILE, place / COMFY_FILE[part]):
+        for file in (place / FILE, place / COMFY_FILE[part], place / PEFT_FILE):
             if file.exists():
                 raise UserError(f"{file} already exists and is not overwritten; choose another folder")
     how, comfy = [], []
     for part, (place, state) in states.items():
         place.mkdir(parents=True, exist_ok=True)
-        if file_format != "comfyui":
+        if file_format != "comfyui" and any(".lokr_" in name for name in state):
+            how += write_peft_lokr(place, state)
+        elif file_format != "comfyui":
             # One file per transformer; both call theirs "transformer", as load_into_transformer_2 expects.
             WanPipeline.save_lora_weights(str(place), transformer_lora_layers=dict(state))
             into = ", load_into_transformer_2=True" if part == SECOND else ""
@@ -146,12 +149,13 @@ def save_lora(
 
 
 def _for_comfy(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    named = {}
+    by_layer: dict[str, dict[str, Tensor]] = {}
     for name, tensor in state.items():
-        layer, _, half = name.partition(".lora_")
-        if (theirs := native_name(layer)) is None:
-            raise RuntimeError(f"{layer} has a LoRA, but no name in the Wan repository")
-        named[f"{COMFY}{theirs}.lora_{half}"] = tensor
+        layer = next(name[: name.index(mark)] for mark in _MARKS if mark in name)
+        by_layer.setdefault(layer, {})[name[len(layer) + 1 :]] = tensor
+    named: dict[str, Tensor] = {}
+    for layer, parts in by_layer.items():
+        named |= comfy_names(layer, parts)
     return named
 
 
@@ -164,6 +168,7 @@ class LoraFile:
     layers: Sequence[str]
     rank: int
     """The largest rank of a layer."""
+    kind: Kind = "lora"
 
 
 def open_lora(transformer: nn.Module, path: Path, rank: int = 0, part: str = "transformer") -> LoraFile:
@@ -172,7 +177,11 @@ def open_lora(transformer: nn.Module, path: Path, rank: int = 0, part: str = "tr
     Reads files of diffusers, ComfyUI and musubi. `rank` is the one in the settings, or 0.
     """
     file = _file(path, part)
-    state = _read(file, part)
+    raw, metadata = _raw(file)
+    if is_special(raw):
+        kind, state = read_special(raw, transformer, part, file)
+        return _special_file(file, kind, state, rank)
+    state = _read(file, part, raw, metadata)
     pairs = {name.removesuffix(".lora_A.weight") for name in state if name.endswith(".lora_A.weight")}
     if not pairs or {f"{name}.lora_{half}.weight" for name in pairs for half in "AB"} != state.keys():
         odd = next(
@@ -202,6 +211,17 @@ def open_lora(transformer: nn.Module, path: Path, rank: int = 0, part: str = "tr
     return LoraFile(state, sorted(pairs), rank_in_file)
 
 
+def _special_file(file: Path, kind: Kind, state: Mapping[str, Tensor], rank: int) -> LoraFile:
+    ranks = [len(state[name]) for name in state if name.endswith((".lora_A.weight", ".lokr_w2_b", ".lokr_w1_b"))]
+    rank_in_file = max(ranks, default=rank or 1)  # a LoKr of whole matrices has no rank
+    if rank not in (0, rank_in_file):
+        raise ConfigError(
+            f"lora_rank {rank}: the adapter in {file} has rank {rank_in_file}, which cannot change; remove lora_rank"
+        )
+    layers = sorted({name[: name.index(mark)] for name in state for mark in _MARKS if mark in name})
+    return LoraFile(state, layers, rank_in_file, kind)
+
+
 def load_lora(transformer: Any, path: Path, alpha: float | None = None, part: str = "transformer") -> None:
     """Adds the LoRA in a file (see `open_lora`) to continue training it, with its own rank.
 
@@ -210,33 +230,42 @@ def load_lora(transformer: Any, path: Path, alpha: float | None = None, part: st
     lora = open_lora(transformer, path, part=part)
     state = lora.state
     # Layers of a smaller rank get extra directions, whose initial effect is zero.
-    add_lora(transformer, lora.rank, alpha, lora.layers)
+    add_lora(transformer, lora.rank, alpha, lora.layers, kind=lora.kind)
     with torch.no_grad():
-        for name, layer in _lora_layers(transformer).items():
+        for name, layer in adapter_layers(transformer).items():
+            if lora.kind != "lora":
+                put(layer, {part: state[f"{name}.{part}"] for part in SPECIAL_PARTS if f"{name}.{part}" in state})
+            if lora.kind == "lokr":
+                continue
             first, second = state[f"{name}.lora_A.weight"], state[f"{name}.lora_B.weight"]
-            layer.lora_A[_ADAPTER].weight[: len(first)] = first
-            layer.lora_B[_ADAPTER].weight[:, : len(first)] = second / layer.scaling[_ADAPTER]
+            layer.lora_A[ADAPTER].weight[: len(first)] = first
+            layer.lora_B[ADAPTER].weight[:, : len(first)] = second / layer.scaling[ADAPTER]
 
 
 def _file(path: Path, part: str) -> Path:
     if not path.exists():
         raise ConfigError(f"{path}: no such LoRA; expected a .safetensors file, or a folder with {FILE}")
     if path.is_dir():
-        path = (path / SECOND if part == SECOND and (path / SECOND).is_dir() else path) / FILE
+        folder = path / SECOND if part == SECOND and (path / SECOND).is_dir() else path
+        path = folder / (PEFT_FILE if (folder / PEFT_FILE).is_file() else FILE)
         if not path.is_file():
             raise ConfigError(f"{path.parent} has no {FILE}; pass the LoRA's .safetensors file")
     refuse_pickle(path)
     return path
 
 
-def _read(file: Path, part: str) -> dict[str, Tensor]:
-    """The LoRA's weights by the names of the transformer's layers, with the scale multiplied into B."""
-    from diffusers import WanPipeline
-
+def _raw(file: Path) -> tuple[dict[str, Tensor], str]:
+    """The tensors in a file, and diffusers' metadata."""
     with reading_safetensors(file):
         opened = TensorFile(file)
         metadata = opened.metadata.get("lora_adapter_metadata", "{}")
-        raw = {name: opened.tensor(name) for name in opened.entries}
+        return {name: opened.tensor(name) for name in opened.entries}, metadata
+
+
+def _read(file: Path, part: str, raw: Mapping[str, Tensor], metadata: str) -> dict[str, Tensor]:
+    """The LoRA's weights by the names of the transformer's layers, with the scale multiplied into B."""
+    from diffusers import WanPipeline
+
     names = {name.removeprefix("base_model.model."): name for name in raw}
     if any(name.startswith("blocks.") for name in names):
         names = {f"transformer.{name}": theirs for name, theirs in names.items()}

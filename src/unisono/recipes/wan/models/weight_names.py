@@ -16,6 +16,7 @@ from unisono.recipes.wan.models.unsupported import refuse_weights
 
 Shapes = Mapping[str, tuple[int, ...]]
 
+MAGNITUDE = "lora_magnitude_vector"  # peft's name of a DoRA's magnitudes
 _WRAPPERS = ("module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 _WRAPPER = re.compile(rf"(?:^|(?<=\.))(?:{'|'.join(_WRAPPERS)})\.")
 COMFY = "diffusion_model."  # the prefix that ComfyUI adds to native names
@@ -58,10 +59,15 @@ def plain_name(name: str) -> str:
     return _WRAPPER.sub("", name)
 
 
+def is_adapter(name: str) -> bool:
+    """Whether a weight belongs to a LoRA, DoRA or LoKr."""
+    return ".lora_" in name or ".lokr_" in name
+
+
 def base_name(name: str) -> str | None:
     """The name of a weight in a model without a LoRA; None for a weight of the LoRA itself."""
     plain = plain_name(name)
-    return None if ".lora_" in plain else plain.replace(".base_layer.", ".")
+    return None if is_adapter(plain) else plain.replace(".base_layer.", ".")
 
 
 def diffusers_names(names: Iterable[str], label: str = "the file") -> dict[str, str]:
@@ -77,7 +83,7 @@ def diffusers_names(names: Iterable[str], label: str = "the file") -> dict[str, 
             plain = {name.removeprefix(prefix): theirs for name, theirs in plain.items() if name.startswith(prefix)}
             break
     plain = {name: theirs for name, theirs in plain.items() if _UNUSED not in name}
-    if any(".lora_" in name for name in plain):
+    if any(map(is_adapter, plain)):
         raise ConfigError(f"{label} is a LoRA, not a model; pass the model that it was trained for")
     refuse_weights(plain, label)
     if any(name.startswith(_EMBEDDER) for name in plain):

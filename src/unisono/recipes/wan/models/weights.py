@@ -18,7 +18,14 @@ from unisono.checkpoint.pickles import how_to_convert, is_pickle
 from unisono.checkpoint.tensor_file import BadTensorFile, TensorFile
 from unisono.errors import ConfigError
 from unisono.recipes.wan.models.scaled_weights import check_formats, num_per_row, scaled, split_names
-from unisono.recipes.wan.models.weight_names import Shapes, base_name, diffusers_names, num_layers
+from unisono.recipes.wan.models.weight_names import (
+    MAGNITUDE,
+    Shapes,
+    base_name,
+    diffusers_names,
+    num_layers,
+    plain_name,
+)
 
 
 class Weights:
@@ -119,6 +126,11 @@ class ExpertWeights:
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows `start` to `stop` of a weight; reads only these."""
         transformer, _, inside = name.partition(".")
+        layer, magnitude, _ = plain_name(inside).partition(f".{MAGNITUDE}.")
+        if magnitude:  # of a new DoRA: the norms of the layer's own rows, with which it has no effect
+            rows = self._files[transformer].rows(f"{layer}.weight", start, stop)
+            norms: Tensor = torch.linalg.norm(rows.float().flatten(1), dim=1)
+            return norms
         return self._files[transformer].rows(inside, start, stop)
 
 

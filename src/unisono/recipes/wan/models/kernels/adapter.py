@@ -101,7 +101,8 @@ def is_adapted(layer: Any) -> bool:
     if type(base) is not nn.Linear and type(base) is not FrozenLinear:
         return False
     return (
-        type(layer).__name__ == "Linear"
+        hasattr(layer, "lora_A")  # not a LoKr
+        and type(layer).__name__ == "Linear"
         and list(layer.active_adapters) == [_ADAPTER]
         and list(layer.lora_A) == [_ADAPTER]
         and not (layer.disable_adapters or layer.merged or layer.lora_variant or layer.lora_bias[_ADAPTER])

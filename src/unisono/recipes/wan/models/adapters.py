@@ -1,0 +1,159 @@
+"""DoRA and LoKr on a Wan transformer: peft's layers and weights, two of whose computations are replaced.
+
+DoRA scales each row of weight + LoRA to a trained magnitude, initially the row's own norm. LoKr adds a Kronecker
+product: kron(w1, w2), where w2 may be a product of two matrices of the adapter's rank. peft's DoRA cannot read weights
+in few bits and multiplies an identity matrix to get B A; its LoKr draws a random number in each forward pass, even
+without dropout, and so could leave out a layer on one rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from unisono.data.bits import Purpose, key_of
+from unisono.quantize.formats import FORMATS
+from unisono.quantize.layers import FrozenLinear
+from unisono.recipes.wan.models.weight_names import MAGNITUDE, plain_name
+from unisono.recipes.wan.settings import Kind
+
+ADAPTER = "default"
+LOKR_PARTS = ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b")
+_ZERO_AT_FIRST = ("lokr_w2", "lokr_w2_b")  # as LyCORIS initialises them
+
+
+def config_for(kind: Kind, rank: int, alpha: float, layers: Sequence[str], lokr_factor: int = -1) -> Any:
+    """peft's configuration of an adapter."""
+    from peft import LoKrConfig, LoraConfig
+
+    if kind == "lokr":
+        config: Any = LoKrConfig(r=rank, alpha=alpha, target_modules=list(layers), decompose_factor=lokr_factor)  # type: ignore[arg-type]
+        return config
+    return LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(layers), use_dora=kind == "dora")  # type: ignore[arg-type]
+
+
+def adapter_layers(transformer: nn.Module) -> dict[str, Any]:
+    """The layers with an adapter, by their names without those of wrappers."""
+    from peft.tuners.lokr import LoKrLayer
+    from peft.tuners.lora import LoraLayer
+
+    modules = ((plain_name(f"{name}.")[:-1], module) for name, module in transformer.named_modules())
+    return {name: module for name, module in modules if isinstance(module, LoraLayer | LoKrLayer)}
+
+
+def kind_of(layer: Any) -> Kind:
+    """The kind of a layer's adapter."""
+    if hasattr(layer, "lokr_w1"):
+        return "lokr"
+    return "dora" if layer.lora_variant else "lora"
+
+
+def use_own_forward(layer: Any) -> None:
+    """Makes peft's DoRA or LoKr compute as described above; its weights keep their names."""
+    if kind_of(layer) == "lokr":
+        plain: Any = type(layer)
+        layer.__class__ = _exact_lokr(plain)
+    elif kind_of(layer) == "dora":
+        magnitude = getattr(layer, MAGNITUDE)[ADAPTER]
+        plain = type(magnitude)
+        magnitude.__class__ = _exact_dora(plain)
+
+
+def draw(layer: Any, name: str) -> None:
+    """Gives an adapter's weights their initial values, which depend on the layer's name; it has no effect at first.
+
+    The magnitude of a DoRA stays where its layer's weight is: on the meta device it is filled like that weight.
+    """
+    seed = key_of(Purpose.WEIGHTS, torch.initial_seed(), crc32(name.encode()))
+    generator = torch.Generator().manual_seed(seed & (2**63 - 1))
+    if kind_of(layer) == "lokr":
+        for part in LOKR_PARTS:
+            values = getattr(layer, part)
+            if ADAPTER in values:
+                initial = torch.zeros(values[ADAPTER].shape)
+                if part not in _ZERO_AT_FIRST:
+                    nn.init.kaiming_uniform_(initial, a=math.sqrt(5), generator=generator)
+                values[ADAPTER] = nn.Parameter(_placed(initial, values[ADAPTER]))
+        return
+    first, second = layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]
+    initial = torch.empty(first.weight.shape)
+    nn.init.kaiming_uniform_(initial, a=math.sqrt(5), generator=generator)
+    first.weight = nn.Parameter(_placed(initial, first.weight))
+    second.weight = nn.Parameter(_placed(torch.zeros(second.weight.shape), second.weight))
+    if kind_of(layer) == "dora":
+        magnitude = getattr(layer, MAGNITUDE)[ADAPTER]
+        if not magnitude.weight.is_meta:
+            norms = torch.linalg.norm(layer.base_layer.weight.detach().to(_wide(magnitude.weight)), dim=1)
+            magnitude.weight = nn.Parameter(norms)
+        elif magnitude.weight.dtype.itemsize < 4:
+            magnitude.weight = nn.Parameter(magnitude.weight.detach().float())
+
+
+def _placed(values: Tensor, like: Tensor) -> Tensor:
+    # peft creates weights on the device and in the dtype of the frozen weight: on meta, or too imprecise for training.
+    return values.to("cpu" if like.is_meta else like.device, _wide(like))
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.float32 if tensor.dtype.itemsize < 4 else tensor.dtype
+
+
+@cache  # one class for all layers: torch.compile's guards look at the class
+def _exact_lokr(plain: Any) -> Any:
+    def forward(self: Any, x: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
+        result: Tensor = self.base_layer(x, *arguments, **keywords)
+        if self.disable_adapters:
+            return result
+        base = self.base_layer
+        delta = lokr_delta(self).view(base.out_features, base.in_features) * self.scaling[ADAPTER]
+        return result + functional.linear(x.to(delta.dtype), delta).to(result.dtype)
+
+    return type(plain.__name__, (plain,), {"forward": forward, "__module__": plain.__module__})
+
+
+def lokr_delta(layer: Any) -> Tensor:
+    """kron(w1, w2) of a LoKr layer, without its scale."""
+    parts = {part: values[ADAPTER] for part in LOKR_PARTS if ADAPTER in (values := getattr(layer, part))}
+    w1 = parts["lokr_w1"] if "lokr_w1" in parts else parts["lokr_w1_a"] @ parts["lokr_w1_b"]
+    w2 = parts["lokr_w2"] if "lokr_w2" in parts else parts["lokr_w2_a"] @ parts["lokr_w2_b"]
+    return torch.kron(w1, w2.to(w1.dtype))
+
+
+@cache
+def _exact_dora(plain: Any) -> Any:
+    def forward(
+        self: Any,
+        x: Tensor,
+        *,
+        lora_A: Any,
+        lora_B: Any,
+        scaling: float,
+        base_layer: Any,
+        base_result: Tensor | None = None,
+        adapter_name: str = ADAPTER,
+    ) -> Tensor:
+        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+            weight = _decoded(base_layer, _wide(self.weight))
+            low_rank = lora_B.weight.to(weight.dtype) @ lora_A.weight.to(weight.dtype)
+            norms = torch.linalg.norm(weight.add(low_rank, alpha=scaling), dim=1)
+        factor = self.weight / norms
+        assert base_result is not None  # peft passes None only with dropout
+        without_bias = base_result if base_layer.bias is None else base_result - base_layer.bias
+        change: Tensor = (factor - 1) * without_bias + factor * scaling * lora_B(lora_A(x))
+        return change
+
+    return type(plain.__name__, (plain,), {"forward": forward, "__module__": plain.__module__})
+
+
+def _decoded(base: Any, dtype: torch.dtype) -> Tensor:
+    if type(base) is FrozenLinear:
+        return FORMATS[base.format_name].decode(base.weight, base.weight_scales, base.in_features, dtype)
+    weight: Tensor = base.weight
+    return weight.to(dtype)
