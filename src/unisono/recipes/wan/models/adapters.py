@@ -142,7 +142,8 @@ def _exact_dora(plain: Any) -> Any:
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
             weight = _decoded(base_layer, _wide(self.weight))
             low_rank = lora_B.weight.to(weight.dtype) @ lora_A.weight.to(weight.dtype)
-            norms = torch.linalg.norm(weight.add(low_rank, alpha=scaling), dim=1)
+            # Not weight.add(low_rank, alpha=scaling), which torch 2.13 compiles to other numbers.
+            norms = torch.linalg.norm(weight + scaling * low_rank, dim=1)
         factor = self.weight / norms
         assert base_result is not None  # peft passes None only with dropout
         without_bias = base_result if base_layer.bias is None else base_result - base_layer.bias
