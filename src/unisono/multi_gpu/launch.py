@@ -14,11 +14,11 @@ from unisono.cluster.environment import detect
 from unisono.config.resolve import Resolved
 from unisono.devices import visible_gpus
 from unisono.engine.start.device_plan import plan_devices
-from unisono.engine.start.registry import load_object
 from unisono.engine.start.run import configure, launch_job, with_absolute_paths
 from unisono.errors import EXIT_STOPPED, ConfigError
 from unisono.multi_gpu.config import STRATEGIES, MultiGPUConfig
 from unisono.multi_gpu.gpus import cleanup_distributed_training, setup_distributed_training
+from unisono.references import load_object
 from unisono.typed_paths import note_start_folder
 
 if TYPE_CHECKING:

@@ -80,7 +80,7 @@ def _train(folder: Path, trained: Event) -> Kind:
 
 def _call(job: dict[str, Any], start: RankStart) -> Kind:
     """Calls a function that drives a run itself, instead of a recipe; its exit code reports a stopped run."""
-    from unisono.engine.start.registry import load_object
+    from unisono.references import load_object
 
     assert start.job_folder is not None
     status: Kind = "done"

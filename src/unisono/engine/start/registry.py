@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import difflib
-import importlib
-import importlib.util
 import inspect
-import os
 import sys
-import traceback
 from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 from unisono.config.fields import fields_of
 from unisono.engine.recipe import Recipe
 from unisono.errors import RecipeError, UserError
+from unisono.references import load_module
 
 BUILT_IN: dict[str, str] = {
     "darkroom": "unisono.recipes.darkroom.recipe:Darkroom",
@@ -32,22 +27,13 @@ _REQUIRED_COUPLED = ("model", "dataset", "embed", "couple")
 _REQUIRED_BY_ROWS = ("model", "dataset", "embed", "couple_rows")
 
 
-def load_object(reference: str) -> Any:
-    """Loads a function or class from `file.py:name` or `package.module:name`."""
-    source, _, name = reference.rpartition(":")
-    loaded = getattr(_load_module(source), name, None)
-    if loaded is None:
-        raise RecipeError(f"{source} has no {name!r}")
-    return loaded
-
-
 def load_recipe(reference: str) -> type[Recipe]:
     """Loads a recipe class by a built-in name, `file.py:Class` or `package.module:Class`."""
     source, _, name = BUILT_IN.get(reference, reference).rpartition(":")
     if not source or not name:
         built_in = f" or one of {', '.join(BUILT_IN)}" if BUILT_IN else ""
         raise UserError(f"recipe {reference!r}: expected file.py:Class or package.module:Class{built_in}")
-    module = _load_module(source)
+    module = load_module(source)
     recipe = getattr(module, name, None)
     if recipe is None:
         recipes = [key for key, value in vars(module).items() if _is_recipe(value)]
@@ -113,50 +99,3 @@ def _check_parameters(recipe: type[Recipe], method: str) -> None:
 
 def _is_recipe(value: object) -> bool:
     return inspect.isclass(value) and issubclass(value, Recipe) and value is not Recipe
-
-
-def _load_module(source: str) -> ModuleType:
-    return _module_from_file(Path(source)) if source.endswith(".py") else _module_from_name(source)
-
-
-def _module_from_file(file: Path) -> ModuleType:
-    file = file.resolve()
-    if not file.is_file():
-        raise UserError(f"recipe file {file} does not exist")
-    name = file.stem
-    loaded = sys.modules.get(name)
-    if loaded is not None and getattr(loaded, "__file__", None) == str(file):
-        return loaded
-    if loaded is not None or name in sys.stdlib_module_names:
-        name = f"recipe_{name}"  # a recipe file called json.py must not replace the standard module
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    module._loaded_by_path = True  # type: ignore[attr-defined]
-    # The module gets its own name, and its folder is on sys.path, so that it can import files next to it.
-    sys.path.insert(0, str(file.parent))
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # a script that parses its own arguments raises SystemExit
-        del sys.modules[name]
-        raise RecipeError(f"{file} does not import: {_in_one_line(error, file)}") from error
-    return module
-
-
-def _module_from_name(name: str) -> ModuleType:
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # at the end, so that the current folder's modules shadow nothing
-    try:
-        return importlib.import_module(name)
-    except (Exception, SystemExit) as error:
-        raise RecipeError(f"{name} does not import: {_in_one_line(error, None)}") from error
-
-
-def _in_one_line(error: BaseException, file: Path | None) -> str:
-    """The error in one line, with the line number in the user's file."""
-    if isinstance(error, SyntaxError):
-        return f"line {error.lineno}: {error.msg}"
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
-    where = f"line {lines[-1]}: " if lines else ""
-    return f"{where}{type(error).__name__}: {' '.join(str(error).split())}"

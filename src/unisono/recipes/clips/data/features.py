@@ -18,10 +18,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from unisono.engine.start.registry import load_object
 from unisono.errors import ConfigError
 from unisono.recipes.clips.data.statistics import log_mel, spectra, stats
 from unisono.recipes.common.fingerprint import combined, of_folders
+from unisono.references import load_object
 
 if TYPE_CHECKING:
     from unisono.recipes.clips.video.clips import Reading
