@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["Group", "Loss", "Recipe", "__version__", "train", "tune"]
+__all__ = ["Group", "Loss", "Recipe", "Tracker", "__version__", "train", "tune"]
 
 if TYPE_CHECKING:
     from unisono.engine.recipe import Loss, Recipe
     from unisono.engine.start.run import train
     from unisono.engine.turns.group import Group
     from unisono.tuning.tune import tune
+    from unisono.observe.trackers.tracker import Tracker
 
 _MODULES = {
     "Group": "unisono.engine.turns.group",
@@ -19,6 +20,8 @@ _MODULES = {
     "Loss": "unisono.engine.recipe",
     "train": "unisono.engine.start.run",
     "tune": "unisono.tuning.tune",
+    "Tracker": "unisono.observe.trackers.tracker",
+    "train": "unisono.engine.start.run",
 }
 
 

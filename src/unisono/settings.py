@@ -265,13 +265,21 @@ class ObserveSettings:
     """Logging"""
 
     log_every: int = 10
-    """Number of steps between lines in metrics.jsonl and in the trackers."""
+    """Number of steps between lines in metrics.jsonl, and so between points in the trackers."""
     log_group_norms: bool = False
     """Also log the gradient norm of each parameter group of the optimizer, as grad_norm/NAME or grad_norm/NUMBER."""
     peak_tflops: float | None = None
     """Peak rate of one device in TFLOP/s, from which unisono computes the model FLOPs utilization (`mfu`). Default: the data sheet's rate of dense matrix products in the precision of the run. `mfu` is not logged on GPUs whose rate is unknown."""
     tensorboard: bool = True
     """Write TensorBoard files to tb/ in the run folder."""
+    track: str | None = None
+    """Trackers that receive metrics, previews, settings and events, separated by commas: wandb, mlflow, tensorboard, or your own as my_file.py:MyTracker (see docs/tracking.md). Each runs in its own process and cannot slow down training. none: no tracker."""
+    track_project: str | None = None
+    """Project in W&B and experiment in MLflow. Default: WANDB_PROJECT and MLFLOW_EXPERIMENT_NAME if they are set, otherwise the name of the recipe."""
+    track_offline: bool = False
+    """Write the data of trackers to the run folder and use no network. `wandb sync` uploads W&B's files later."""
+    track_timeout: float = 60.0
+    """Seconds that a run waits at its end for its trackers. They never delay a step."""
 
 
 @dataclass(frozen=True)

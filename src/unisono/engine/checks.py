@@ -13,6 +13,7 @@ from unisono.engine.recipe import Recipe
 from unisono.engine.turns.group import check_groups
 from unisono.errors import ConfigError, RecipeError
 from unisono.faults import parse
+from unisono.observe.trackers.named import check_track
 from unisono.settings import LARGEST_BATCH, LaunchSettings, OptimSettings, PrecisionSettings, Settings
 
 _BATCH = ("batch_size", "global_batch_size", "gradient_accumulation_steps", "eval_batch_size", "micro_batch")
@@ -41,6 +42,7 @@ _AT_LEAST_ZERO = (
     "node_rank",
     "hang_timeout",
     "start_timeout",
+    "track_timeout",
     "max_bad_samples",
     "epsilon",
     "blocks_on_host",
@@ -165,6 +167,7 @@ def check_settings(settings: Settings) -> None:
     if settings.ema.ema_decay == 1:
         raise ConfigError("ema_decay: with 1 the average would never change; use for instance 0.999")
     parse(settings.run.inject)
+    check_track(settings.observe.track)
     _, most = machines(settings.launch)
     if most > 1 and (settings.launch.rdzv_endpoint is None or settings.launch.node_rank is None):
         raise ConfigError("nnodes: several machines also need rdzv_endpoint (host:port) and node_rank")

@@ -1,4 +1,4 @@
-"""Records training: progress line, metrics.jsonl and trackers, on the main rank. Other ranks only send timings."""
+"""Records training: progress line, metrics.jsonl and TensorBoard, on the main rank. Other ranks only send timings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from unisono.observe.gpu_idle import GpuIdleDetector
 from unisono.observe.gpu_load import GpuLoad
 from unisono.observe.meter import Meter, device_memory_gib, gpu_memory_gib, host_memory_gib, slowest
 from unisono.observe.straggler import StragglerDetector
-from unisono.observe.trackers import Tracker, curve_summaries, open_trackers
+from unisono.observe.trackers.numbers import curve_summaries
+from unisono.observe.trackers.tensorboard import TensorBoardTracker, open_tensorboard
 from unisono.observe.training_line import TrainingLine
 
 MAX_RANKS_LISTED = 64
@@ -31,7 +32,7 @@ _SLOW_S = 10.0
 
 
 class Recorder:
-    """Progress line, metrics.jsonl and trackers of one run."""
+    """Progress line, metrics.jsonl and TensorBoard files of one run."""
 
     def __init__(self, run: TrainingRun, open_folder: Callable[[], None]) -> None:
         """`open_folder` is called once the first step has succeeded."""
@@ -47,12 +48,12 @@ class Recorder:
         self._flops: FlopMeter | None = None
         self._load: GpuLoad | None = None
         self._status = run.rank.status
-        self._trackers: list[Tracker] = []
+        self._tensorboard: TensorBoardTracker | None = None
         self._waiting: list[tuple[int, dict[str, float]]] = []
         self._forecast = Forecast()
 
     def first_step_done(self) -> None:
-        """On its first call, opens the run folder and the trackers; from then on, records go to files."""
+        """On its first call, opens the run folder and TensorBoard's files; from then on, records go to files."""
         if self._opened:
             return
         self._opened = True
@@ -60,10 +61,9 @@ class Recorder:
         self._load = _load_of(self._placement.device)
         self._show_status()
         if self._main:
-            self._trackers = open_trackers(self._settings, self._folder.path, self._start_step)
-            for tracker in self._trackers:
-                for step, numbers in self._waiting:
-                    tracker.log(step, numbers)
+            self._tensorboard = open_tensorboard(self._settings, self._folder.path, self._start_step)
+            for step, numbers in self._waiting:
+                self._draw(step, numbers)
 
     def _show_status(self) -> None:
         """Lets `unisono watch` show this rank's device."""
@@ -160,8 +160,7 @@ class Recorder:
         record["mem_gib"] = host_memory_gib() if memory is None else memory
         self._folder.metrics(record)
         self._progress.update(**record)
-        for tracker in self._trackers:
-            tracker.log(report.step, {key: value for key, value in record.items() if isinstance(value, int | float)})
+        self._draw(report.step, record)
         return record
 
     def _device_numbers(self, timing: Mapping[str, float]) -> dict[str, float]:
@@ -213,20 +212,23 @@ class Recorder:
         numbers = {name: value for name, value in metrics.items() if not isinstance(value, list)}
         printed = [name for name in shown if name in numbers] or list(numbers)
         self.message(f"step {step}  " + "  ".join(f"{name} {numbers[name]:.4f}" for name in printed))
-        if not self._opened:  # before the first step there are no trackers
+        if not self._opened:  # before the first step there are no files
             self._waiting.append((step, {**numbers, **curve_summaries(metrics)}))
-        for tracker in self._trackers:
-            tracker.log(step, {**numbers, **curve_summaries(metrics)})
+        self._draw(step, {**numbers, **curve_summaries(metrics)})
+
+    def _draw(self, step: int, numbers: Mapping[str, Any]) -> None:
+        if self._tensorboard is not None:
+            self._tensorboard.log(step, numbers)
 
     def save_previews(self, previews: Mapping[str, Any], step: int) -> None:
-        """Writes a recipe's previews to files and logs them to the trackers."""
+        """Writes a recipe's previews to files."""
         if not self._main:
             return
         try:
             for path in write_previews(previews, self._folder.path / "previews", step):
                 self._folder.event("preview", step=step, file=path.name)
-                for tracker in self._trackers:
-                    tracker.show(step, path)
+                if self._tensorboard is not None:
+                    self._tensorboard.show(step, path)
         except OSError as error:
             if error.errno is None:  # not a disk error, but an image that the file format cannot store
                 raise
@@ -248,12 +250,13 @@ class Recorder:
         self._samples = samples
 
     def close(self) -> None:
-        """Closes the progress line and the trackers."""
+        """Closes the progress line and TensorBoard's file."""
         self._progress.close()
         if self._load is not None:
             self._load.close()
-        for tracker in self._trackers:
-            tracker.close()
+        if self._tensorboard is not None:
+            self._tensorboard.show_events(self._folder.path, self._progress.last_step)
+            self._tensorboard.close()
         flush_streams()
 
 

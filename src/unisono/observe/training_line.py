@@ -46,6 +46,11 @@ class TrainingLine:
         else:
             self._line.print("  ".join(self._fields(time.monotonic())))
 
+    @property
+    def last_step(self) -> int:
+        """The last step that was shown; 0 before the first one."""
+        return int(self._numbers.get("step", 0))
+
     def message(self, text: str) -> None:
         """Prints a line above the bar."""
         if self._enabled:

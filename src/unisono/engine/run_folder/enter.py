@@ -18,6 +18,7 @@ from unisono.engine.run_folder.new_folder import lock_folder, read_own
 from unisono.engine.run_folder.stored_settings import changed_settings, continue_run, record_of
 from unisono.observe.folder import RunFolder, check_writable
 from unisono.observe.lock import FolderLock
+from unisono.observe.redaction import is_redacted
 from unisono.settings import Settings
 
 
@@ -47,6 +48,12 @@ class EnteredRun:
     def stored_batch(self) -> int | None:
         """The effective batch in run.json."""
         return None if self.record is None else self.record.get("global_batch")
+
+    @property
+    def forgotten_secrets(self) -> list[str]:
+        """Settings of an earlier start that are not passed now and that run.json lacks, because they are secrets."""
+        stored = (self.origin or {}).get("config", {})
+        return [name for name, value in stored.items() if is_redacted(value) and not self.resolved.explicit(name)]
 
     @property
     def earlier_resumes(self) -> set[str]:

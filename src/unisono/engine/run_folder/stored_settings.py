@@ -17,6 +17,7 @@ from unisono.errors import ConfigError, UnisonoError, UserError
 from unisono.observe.folder import EVENTS, RunFolder
 from unisono.observe.json_lines import JsonLines
 from unisono.observe.lock import is_held
+from unisono.observe.redaction import is_redacted
 from unisono.observe.report.timeline import Timeline
 from unisono.settings import LARGEST_BATCH, LaunchSettings, ParallelSettings
 
@@ -25,7 +26,7 @@ _PER_START = {f.name for group in (LaunchSettings, ParallelSettings) for f in fi
 _PER_START -= {"sync_batch_norm", "find_unused_parameters"}  # these settings affect the model
 _PER_START |= {"output_dir", "resume", "inject", "num_workers", "prefetch_factor", "pin_memory"}
 _PER_START |= {"batch_size", "gradient_accumulation_steps", "global_batch_size", "micro_batch", "guard_steps"}
-_PER_START |= {"gpu_memory_gb"}
+_PER_START |= {"gpu_memory_gb", "track_offline", "track_timeout"}
 
 FIXED = ("shuffle", "optimizer", "base_precision", "sparsity")
 """Engine settings that cannot change within a run, because the order of samples, the meaning of the optimizer's saved
@@ -92,10 +93,13 @@ def continue_run(
             f"{where}: its run.json cannot be used ({error}); restore it, or choose another folder"
         ) from None
     for name in (*FIXED, *fixed):
-        if name in record["config"]:  # false for a run without run.json: its checkpoints do not store this value
+        # A run without run.json lacks the value, and so does one whose value is a secret.
+        if name in record["config"] and not is_redacted(record["config"][name]):
             _check_fixed(name, resolved, before.values[name], other_run)
     stored_values = {
-        name: before.values[name] for name in record["config"] if not resolved.explicit(name) and name not in _PER_START
+        name: before.values[name]
+        for name, stored in record["config"].items()
+        if not (resolved.explicit(name) or name in _PER_START or is_redacted(stored))
     }
     return resolved.with_values("run", **{**stored_values, "seed": record["seed"]})
 
@@ -169,7 +173,8 @@ def changed_settings(
     # Settings that depend on the run's length are derived again, unless the user sets them now.
     by_length = {name for name, source in record["sources"].items() if source == BY_LENGTH}
     by_length = {name for name in by_length if not resolved.explicit(name)}
-    comparable = [name for name in record["config"] if name not in _PER_START | by_length]
+    unknown = {name for name, stored in record["config"].items() if is_redacted(stored)}
+    comparable = [name for name in record["config"] if name not in _PER_START | by_length | unknown]
     return {name: [before[name], now[name]] for name in comparable if name in now and before[name] != now[name]}
 
 

@@ -19,6 +19,7 @@ from unisono.engine.run_folder.stored_settings import sources_of
 from unisono.engine.start.banner import banner_of
 from unisono.engine.start.registry import importable_name
 from unisono.engine.training_run import TrainingRun
+from unisono.observe.redaction import redacted
 from unisono.observe.repeated_steps import count_repeated_steps
 from unisono.observe.status_line import print_line
 from unisono.parallel.blocks.compile_cache import count_compilations
@@ -72,7 +73,7 @@ def open_run_folder(run: TrainingRun) -> None:
             "id": run.run_id,
             "recipe": entered.recipe_name,
             "recipe_from": importable_name(entered.recipe_class),
-            "config": {**resolved.to_json()["values"], "output_dir": as_typed(folder.path)},
+            "config": redacted({**resolved.to_json()["values"], "output_dir": as_typed(folder.path)}),
             "sources": sources_of(resolved, entered.origin),
             "defaults": _defaults_of(entered.recipe_class),
             "labels": {name: list(names) for name, names in components.recipe.labels.items()},

@@ -234,6 +234,7 @@ class DrivenRun:
         """Ends the run with the status done, stopped or failed; the process group stays for the next run."""
         with self._open:
             self.do(lambda trainer: trainer.close(status))
+            self._session.ended = True
 
     def _rest(self) -> None:
         # Hang detection has no limit for this phase: the caller's own code may take any time.

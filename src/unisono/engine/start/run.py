@@ -30,6 +30,7 @@ from unisono.errors import (
     UnisonoError,
     UserError,
 )
+from unisono.observe.trackers.named import check_own, with_absolute_files
 from unisono.settings import Settings, optimizer_presets
 from unisono.typed_paths import absolute, all_typed, as_typed, for_caller, note_start_folder
 
@@ -119,6 +120,7 @@ def start(recipe_class: type[Recipe], resolved: Resolved) -> Any:
         world = replace(world, master_addr=address_of(world.master_addr))
     resolved = _with_launcher_settings(resolved, world)
     check_settings(resolved.build(Settings))
+    check_own(resolved.values["track"])
     if world.launcher != "plain":
         return _train_here(recipe_class, resolved, world, None, [])
     plan = plan_devices(resolved)
@@ -146,12 +148,13 @@ def start(recipe_class: type[Recipe], resolved: Resolved) -> Any:
 
 
 def with_absolute_paths(resolved: Resolved) -> Resolved:
-    """Makes the paths in output_dir and resume absolute: a recipe may change the current folder."""
+    """Makes the paths in output_dir, resume and track absolute: a recipe may change the current folder."""
     for name in ("output_dir", "resume"):
         path = resolved.values[name]
         if path and not (name == "resume" and path in ("auto", "never")):
             resolved = resolved.with_values(resolved.sources[name], **{name: absolute(path)})
-    return resolved
+    track = with_absolute_files(resolved.values["track"])
+    return resolved.with_values(resolved.sources["track"], track=track)
 
 
 def _with_launcher_settings(resolved: Resolved, world: World) -> Resolved:

@@ -36,8 +36,10 @@ from unisono.engine.training_run import TrainingRun
 from unisono.faults import Fault, Injector, parse
 from unisono.observe.folder import append_event
 from unisono.observe.status_line import print_line
+from unisono.observe.trackers.named import named
+from unisono.observe.trackers.processes import TrackerProcesses
 from unisono.observe.watch.rank_status import RankStatus
-from unisono.settings import Settings
+from unisono.settings import ObserveSettings, Settings
 
 T = TypeVar("T")
 TrainerT = TypeVar("TrainerT", bound=Trainer)
@@ -94,6 +96,9 @@ class Session:
         self._status = RankStatus(entered.folder.path, rank.heartbeat, start.world.size)
         self._rank, self._start, self._entered = replace(rank, status=self._status), start, entered
         self._remarks = [*start.remarks, *_remarks_on_changes(entered)]
+        self._trackers: TrackerProcesses | None = None
+        self.ended = False
+        """Whether the run is over: nothing restarts it, so it may wait for its trackers."""
 
     @classmethod
     def enter(
@@ -126,6 +131,7 @@ class Session:
                 return Result(self.folder, "stopped", stopped.step, {})
             result = trainer.train()
             self._entered.folder.event(result.status, step=result.step)
+            self.ended = True
             return result
 
     def note_unfinished_run(self) -> None:
@@ -145,7 +151,9 @@ class Session:
                 yield
 
     def close(self) -> None:
-        """Unlocks the run folder."""
+        """Ends the trackers and unlocks the run folder."""
+        if self._trackers is not None:
+            self._trackers.close(ended=self.ended)
         self._status.close()
         self._entered.folder.close()
 
@@ -179,8 +187,20 @@ class Session:
             self._start.trained.set()
             if world.is_main:
                 open_run_folder(run)
+                self._trackers = _start_trackers(run.settings.observe, self.folder)
 
         return make_trainer(run, after_first_step)
+
+
+def _start_trackers(settings: ObserveSettings, folder: Path) -> TrackerProcesses:
+    return TrackerProcesses(
+        named(settings.track),
+        folder,
+        print_line,
+        project=settings.track_project,
+        offline=settings.track_offline,
+        timeout_s=settings.track_timeout,
+    )
 
 
 def _remarks_on_changes(entered: EnteredRun) -> list[str]:
@@ -189,6 +209,8 @@ def _remarks_on_changes(entered: EnteredRun) -> list[str]:
     if entered.changed:
         changes = (f"{name} {old} → {new}" for name, (old, new) in entered.changed.items())
         remarks.append(f"since its last start: {', '.join(changes)}")
+    for name in entered.forgotten_secrets:
+        remarks.append(f"{name} is a secret, which run.json does not store; pass it again if the run needs it")
     recipe, recipe_before = importable_name(entered.recipe_class), (entered.record or {}).get("recipe_from")
     if recipe_before not in (None, recipe):
         remarks.append(f"this run's recipe was {recipe_before}, now it is {recipe}")

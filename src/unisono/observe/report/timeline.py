@@ -270,6 +270,7 @@ _KINDS: dict[str, tuple[str, Tone, Callable[[Mapping[str, Any]], str]]] = {
         lambda e: f"{e.get('compiled')} graphs, and {e.get('cached')} came from the cache",
     ),
     "injected": ("injected fault", "injected", lambda e: str(e.get("fault", ""))),
+    "tracker": ("tracker", "plain", lambda e: str(e.get("text", ""))),
     "stopped": ("stopped", "plain", lambda e: "with a checkpoint; run the same command to continue"),
     "pruned": ("pruned", "plain", _pruned),
     "failed": ("failed", "bad", _error),

@@ -1,39 +1,32 @@
-"""Sends a run's metrics and previews to trackers, in addition to the run folder. The only tracker is TensorBoard."""
+"""Writes TensorBoard files to tb/ in the run folder, in the training process: it takes microseconds per logged step."""
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import socket
 import time
+from collections import deque
 from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
+from unisono.errors import UserError
 from unisono.observe.append_only_file import AppendOnlyFile
+from unisono.observe.folder import EVENTS, RUN
+from unisono.observe.json_lines import JsonLines
+from unisono.observe.redaction import redacted
+from unisono.observe.trackers.named import wants_tensorboard
+from unisono.plain_files import read_json
 from unisono.settings import ObserveSettings
 
 log = logging.getLogger(__name__)
 _NUMBERS = count()  # numbers in file names that distinguish the files of one process
+_MOST_EVENTS = 1000
 _LARGEST = 4 * 2**20  # largest image or text, in bytes
-
-
-class Tracker(Protocol):
-    """Receives the metrics and previews of a run."""
-
-    def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Records the metrics of `step`."""
-        ...
-
-    def show(self, step: int, path: Path) -> None:
-        """Records a preview of `step`, which is an image or a text. Ignores other files."""
-        ...
-
-    def close(self) -> None:
-        """Closes the tracker's files."""
-        ...
 
 
 class TensorBoardTracker:
@@ -80,6 +73,25 @@ class TensorBoardTracker:
         elif path.suffix == ".txt":
             self._add(step=step, summary=_as_text(tag, content))
 
+    def show_settings(self, folder: str | Path, step: int) -> None:
+        """Records the settings in run.json as a text."""
+        try:
+            config = read_json(Path(folder, RUN))["config"]
+            lines = [f"{name}: {value}" for name, value in sorted(redacted(config).items())]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):  # a missing text must not end the run
+            return
+        self._add(step=step, summary=_as_text("settings", "\n".join(lines).encode()))
+
+    def show_events(self, folder: str | Path, step: int) -> None:
+        """Records the last events of the run as a text."""
+        lines: deque[str] = deque(maxlen=_MOST_EVENTS)
+        try:
+            for event in JsonLines(Path(folder, EVENTS)):
+                lines.append(json.dumps(event))
+        except UserError:
+            return
+        self._add(step=step, summary=_as_text("events", "\n".join(lines).encode()))
+
     def close(self) -> None:
         """Closes the file."""
         self._file.close()
@@ -108,29 +120,17 @@ def _as_text(tag: str, content: bytes) -> Any:
     return Summary(value=[Summary.Value(tag=tag, metadata=SummaryMetadata(plugin_data=plugin), tensor=text)])
 
 
-def curve_summaries(metrics: Mapping[str, float | list[float]]) -> dict[str, float]:
-    """Summarizes each curve of an evaluation in three numbers: its first value, mean and last value.
+def open_tensorboard(settings: ObserveSettings, folder: str | Path, step: int) -> TensorBoardTracker | None:
+    """Opens TensorBoard's files for the run in `folder` that continues from `step` (0: a new run), if it is enabled.
 
-    The name of the number is appended, as in eval/loss_by_level/first. With one chart per point, the other charts would
-    be hard to find. The report page shows the whole curve.
+    The run folder must exist, because the settings are written immediately.
     """
-    scalars: dict[str, float] = {}
-    for name, curve in metrics.items():
-        if isinstance(curve, list) and curve:
-            ends = {"first": curve[0], "mean": sum(curve) / len(curve), "last": curve[-1]}
-            scalars |= {f"{name}/{which}": value for which, value in ends.items()}
-    return scalars
-
-
-def open_trackers(settings: ObserveSettings, folder: str | Path, step: int) -> list[Tracker]:
-    """Opens the trackers that the settings enable, for the run in `folder` that continues from `step` (0: a new run).
-
-    The run folder must exist, because trackers write to it immediately.
-    """
-    trackers: list[Tracker] = []
-    if settings.tensorboard:
-        try:
-            trackers.append(TensorBoardTracker(Path(folder, "tb"), step))
-        except ImportError:
-            log.warning("TensorBoard is not installed, so tb/ stays empty; run pip install tensorboard")
-    return trackers
+    if not (settings.tensorboard or wants_tensorboard(settings.track)):
+        return None
+    try:
+        tracker = TensorBoardTracker(Path(folder, "tb"), step)
+    except ImportError:
+        log.warning("TensorBoard is not installed, so tb/ stays empty; run pip install tensorboard")
+        return None
+    tracker.show_settings(folder, step)
+    return tracker

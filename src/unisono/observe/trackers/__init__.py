@@ -1,0 +1,1 @@
+"""Sends what the run folder records to experiment trackers."""
