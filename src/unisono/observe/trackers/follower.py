@@ -119,10 +119,10 @@ class Follower:
 
     def _preview(self, event: Mapping[str, Any]) -> None:
         path = self._run.folder / "previews" / Path(event["file"]).name
-        is_new = event["step"] > self._opened_at and (event["step"], path.name) > self._progress.last_preview
-        if is_new and path.is_file():
-            self._tracker.preview(event["step"], path)
-            self._store(preview=(event["step"], path.name))
+        step = event["step"]
+        if step > self._opened_at and self._progress.lacks_preview(step, path.name) and path.is_file():
+            self._tracker.preview(step, path)
+            self._store(preview=(step, path.name))
 
     def _event(self, event: Mapping[str, Any], number: int) -> None:
         if (kind := event.get("kind")) in _STATES:

@@ -1,8 +1,8 @@
 """The process of one tracker: `python -m unisono.observe.trackers.process`, started by `TrackerProcesses`.
 
-The first line of its input is a JSON object with the tracker and the run folder; the end of the input means that the
-run has ended. Its output are lines for the user. Libraries must not write there: what they print is dropped, because it
-may contain addresses and keys.
+The first line of its input is a JSON object with the tracker and the run folder; the second one means that the run has
+ended. Its output are lines for the user. Libraries cannot write there: what they print is dropped, because it may
+contain addresses and keys.
 """
 
 from __future__ import annotations
@@ -86,7 +86,10 @@ class TrackerProcess:
             os._exit(1)
 
     def _await_end(self) -> None:
-        sys.stdin.read()
+        if not sys.stdin.readline():
+            # The run's process died, and the kernel is about to kill this one (`die_with_parent`). The tracker must not
+            # begin to close its run, because a kill in the middle could damage its files.
+            os._exit(1)
         self._ended.set()
 
     def _watch(self, hang_s: float) -> None:

@@ -50,7 +50,7 @@ class TrackerProcesses:
         environ |= {"CUDA_VISIBLE_DEVICES": "", "UNISONO_LAUNCHER_PID": str(os.getpid()), "OMP_NUM_THREADS": "1"}
         try:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "unisono.observe.trackers.process"],
+                [sys.executable, "-W", "ignore", "-P", "-m", "unisono.observe.trackers.process"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
@@ -86,6 +86,8 @@ class TrackerProcesses:
         for process in self._processes.values():
             assert process.stdin is not None
             with suppress(OSError):  # the process is gone
+                # A line, because a forked process of the recipe may hold the other end open.
+                process.stdin.write("end\n")
                 process.stdin.close()
         announced = threading.Timer(_SOON_S, self._message, [f"waiting for {' and '.join(self._processes)}"])
         announced.daemon = True
