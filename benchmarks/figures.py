@@ -323,10 +323,32 @@ def tune() -> str:
     return text + f"bit by bit, and the best trial is {best} ([results](../benchmarks/results/tune.md)).\n"
 
 
+def trackers() -> str:
+    """What trackers cost a step."""
+    result = json.loads((RESULTS / "trackers.json").read_text())
+    limit, shown = result["limit"], []
+    for name, what in (("wall", "the time of a step"), ("processor", "the processor time of the training process")):
+        ratio, low, high = (result[f"{name}_ratio{which}"] for which in ("", "_low", "_high"))
+        verdict = "met" if ratio <= 1 + limit else "missed"
+        shown.append(
+            f"{what} is {ratio:.4f} times that without trackers (quartiles {low:.4f} to {high:.4f}; target at most "
+            f"{1 + limit:.3f}: {verdict})"
+        )
+    share = result["tensorboard_share"]
+    return (
+        f"Measured on {result['machine']['cores']} CPU cores with a load average of "
+        f"{result['machine']['load_average']:.0f} from other programs, with steps of {result['step_ms']:.0f} ms that "
+        f"are all logged, and W&B and MLflow offline: {shown[0]}, and {shown[1]}. TensorBoard, which runs in the "
+        f"training process, takes {result['tensorboard_us']:.0f} µs per logged step, {share:.1%} of such a step "
+        f"([trackers.md](../benchmarks/results/trackers.md)).\n"
+    )
+
+
 PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     HERE.parent / "docs" / "benchmarks.md": {"figures": costs, "faults": survived},
     HERE.parent / "docs" / "darkroom.md": {"darkroom": darkroom},
     HERE.parent / "docs" / "watch.md": {"watch": watch},
+    HERE.parent / "docs" / "tracking.md": {"trackers": trackers},
     HERE.parent / "docs" / "scaling.md": {"scaling": tables_of("scaling", "Costs per rank")},
     HERE.parent / "docs" / "wan.md": {
         "wan_learning": tables_of("wan_learning", "Results with `--nproc 2`, 64 samples per step,"),

@@ -19,7 +19,7 @@ from ranks import run_ranks
 from unisono import Loss, Recipe
 from unisono.errors import RecipeError, TrainingFailed
 from unisono.observe.report.write import write_report
-from unisono.observe.trackers import curve_summaries
+from unisono.observe.trackers.numbers import curve_summaries
 
 LENGTH = 4
 SIZES = [1, 5]  # fewer than ranks, not divisible

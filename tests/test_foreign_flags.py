@@ -24,7 +24,9 @@ def refused(recipe: str, *flags: str, **more: object) -> str:
 @pytest.mark.parametrize(
     ("recipe", "flag", "answer"),
     [
-        ("wan-flow", "--log_with", "every run writes metrics.jsonl and, with --tensorboard, TensorBoard files"),
+        ("wan-flow", "--log_with", "here it is --track"),
+        ("wan-flow", "--use_wandb", "--track wandb,mlflow sends metrics to trackers"),
+        ("wan-flow", "--wandb_api_key", "set the environment variable WANDB_API_KEY"),
         ("wan-flow", "--repeats", "every sample is used once per epoch; train longer with --num_epochs"),
         ("wan-flow", "--fp8_scaled", "--base_precision stores frozen weights in 8 or 4 bit"),
         ("wan-flow", "--blocks_to_swap", "here it is --blocks_on_host"),
@@ -39,7 +41,7 @@ def refused(recipe: str, *flags: str, **more: object) -> str:
         ("wan-distill", "--lora_rank", "--lora_rank is a setting of wan-flow and seo, not of this recipe"),
         ("wan-distill", "--network-dim", "--lora_rank is a setting of wan-flow and seo, not of this recipe"),
         ("clips", "--per-device-train-batch-size", "here it is --batch_size"),
-        ("darkroom", "--report_to", "every run writes metrics.jsonl and, with --tensorboard, TensorBoard files"),
+        ("darkroom", "--report_to", "here it is --track"),
         ("wan-flow", "--dataset_config", "put the settings into a YAML file and pass it with --config"),
         ("seo", "--deepspeed", "DeepSpeed is not supported; --strategy fsdp shards"),
         ("seo", "--accumulate_grad_batches", "here it is --gradient_accumulation_steps"),

@@ -23,7 +23,7 @@ from unisono.observe.append_only_file import AppendOnlyFile
 from unisono.observe.banner import banner, effective_batch_text
 from unisono.observe.folder import RunFolder, append_event, check_writable
 from unisono.observe.meter import Meter, gpu_memory_gib, host_memory_gib, slowest
-from unisono.observe.trackers import TensorBoardTracker, open_trackers
+from unisono.observe.trackers.tensorboard import TensorBoardTracker, open_tensorboard
 from unisono.settings import ObserveSettings
 
 RECORD = {"recipe": "darkroom", "config": {"learning_rate": 1e-3}, "seed": 0, "global_batch": 64, "versions": {}}
@@ -344,7 +344,8 @@ def test_tensorboard_has_each_step_once_after_a_resume(tmp_path: Path) -> None:
     for step in range(1, 9):
         first.log(step, {"step": step, "loss": 1.0, "note": "text is passed over", "mem_gib": None})
     first.close()
-    (again,) = open_trackers(ObserveSettings(), tmp_path, step=5)
+    again = open_tensorboard(ObserveSettings(), tmp_path, step=5)
+    assert again is not None
     for step in range(6, 8):
         again.log(step, {"loss": 2.0, "eval/loss": 3})
     again.close()
@@ -381,10 +382,10 @@ def test_previews_are_in_tensorboard_as_pictures_and_texts(tmp_path: Path) -> No
 def test_without_tensorboard_there_is_a_warning_and_no_tracker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert open_trackers(ObserveSettings(tensorboard=False), tmp_path, step=0) == []
+    assert open_tensorboard(ObserveSettings(tensorboard=False), tmp_path, step=0) is None
     assert not caplog.records
     monkeypatch.setitem(sys.modules, "tensorboard.compat.proto.event_pb2", None)  # importing it raises ImportError
-    assert open_trackers(ObserveSettings(), tmp_path, step=0) == []
+    assert open_tensorboard(ObserveSettings(), tmp_path, step=0) is None
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert list(tmp_path.iterdir()) == []
 

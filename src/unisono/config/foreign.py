@@ -42,6 +42,8 @@ _RENAMED: dict[str, tuple[str, ...]] = {
     "keep_last": ("save_total_limit", "checkpoints_total_limit", "save_last_n_steps", "save_top_k"),
     "eval_every": ("eval_steps", "val_check_interval", "eval_freq"),
     "preview_every": ("sample_every_n_steps", "validation_steps", "sample_interval"),
+    "track": ("log_with", "report_to"),
+    "track_project": ("wandb_project", "log_tracker_name", "tracker_project_name", "tracker_name"),
     "log_every": ("logging_steps", "log_every_n_steps", "log_interval"),
     "best_metric": ("metric_for_best_model",),
     "gpus": ("gpu_ids", "devices", "num_gpus", "device_ids"),
@@ -74,7 +76,9 @@ _RENAMED: dict[str, tuple[str, ...]] = {
 }
 
 _SHARDS = "to train a model that does not fit, use --strategy fsdp (with --fsdp_cpu_offload) or a LoRA"
-_TRACKERS = "every run writes metrics.jsonl and, with --tensorboard, TensorBoard files; no other tracker is supported"
+_TRACKERS = "--track wandb,mlflow sends metrics to trackers; --track my_file.py:MyTracker to any other one"
+_API_KEY = "set the environment variable WANDB_API_KEY, because settings are stored, and use --track wandb"
+_RUN_NAME = "a tracked run has the name of its folder (--output_dir)"
 _EIGHT_BIT = "--base_precision stores frozen weights in 8 or 4 bit; trained weights stay in 32 bit; " + _SHARDS
 _CACHED = "latents and embeddings are cached by default (--cache_dir, --no_cache)"
 _SIZES = "samples keep their proportions (--max_pixels), or all have one size (--height, --width)"
@@ -97,10 +101,11 @@ _ANSWERS: dict[str, tuple[str, ...]] = {
         *("load_in_4bit", "quant_options", "enable_fp8_training", "base_model_precision", "fp8_optimizations"),
     ),
     _TRACKERS: (
-        *("log_with", "report_to", "wandb_api_key", "wandb_run_name", "wandb_project", "log_tracker_name", "logger"),
-        *("log_tracker_config", "use_wandb", "wandb", "run_name", "log_prefix", "enable_wandb_log", "tracker_name"),
-        *("enable_swanlab_log", "swanlab_project", "enable_tensorboard_log", "enable_csv_log", "tracker_project_name"),
+        *("logger", "log_tracker_config", "use_wandb", "wandb", "log_prefix", "enable_wandb_log", "enable_csv_log"),
+        *("enable_swanlab_log", "swanlab_project", "enable_tensorboard_log"),
     ),
+    _API_KEY: ("wandb_api_key",),
+    _RUN_NAME: ("wandb_run_name", "run_name"),
     _REPEATS: ("repeats", "num_repeats", "dataset_repeat", "dataset_repeats"),
     _CACHED: ("cache_latents", "cache_latents_to_disk", "cache_text_encoder_outputs", "vae_cache_cpu"),
     _SIZES: (
