@@ -11,17 +11,16 @@ if TYPE_CHECKING:
     from unisono.engine.recipe import Loss, Recipe
     from unisono.engine.start.run import train
     from unisono.engine.turns.group import Group
-    from unisono.tuning.tune import tune
     from unisono.observe.trackers.tracker import Tracker
+    from unisono.tuning.tune import tune
 
 _MODULES = {
     "Group": "unisono.engine.turns.group",
     "Recipe": "unisono.engine.recipe",
     "Loss": "unisono.engine.recipe",
-    "train": "unisono.engine.start.run",
-    "tune": "unisono.tuning.tune",
     "Tracker": "unisono.observe.trackers.tracker",
     "train": "unisono.engine.start.run",
+    "tune": "unisono.tuning.tune",
 }
 
 
