@@ -160,7 +160,7 @@ def measure(steps: int, folder: Path) -> dict[str, Any]:
     others = [exact, *(trained(folder / f"seed {seed}", seed=seed, **common) for seed in SEEDS)]
     pairs = list(combinations(others, 2))
     result: dict[str, Any] = {
-        "pretrained_eval_loss": pretrained.metrics["eval/loss"],
+        "pretrained_eval_loss": pretrained.last["eval/loss"],
         "exact": exact,
         "seeds": {
             "eval_distance": sum(distance(a["eval_losses"], b["eval_losses"]) for a, b in pairs) / len(pairs),

@@ -94,7 +94,7 @@ def learned(name: str, steps: int, folder: Path) -> dict[str, Any]:
     state, weights = load_whole(checkpoint, "optimizer."), load_whole(checkpoint, "model.")
     num_weights = sum(weight.numel() for weight in weights.values())
     return {
-        "eval_loss": run.metrics["eval/loss"],
+        "eval_loss": run.last["eval/loss"],
         "bytes_per_weight": sum(slot.nbytes for slot in state.values()) / num_weights,
         "step_ms": times[len(times) // 2],
         "num_weights": num_weights,

@@ -153,7 +153,7 @@ def _train(recipe: str, folder: Path, record: Path, settings: Mapping[str, Any])
     except UnisonoError as error:
         leave_process_group()  # a failed session does not leave by itself, because a peer may be gone
         return {"error": str(error), "exit_code": error.exit_code}
-    return {"status": result.status, "step": result.step, "metrics": result.metrics}
+    return {"status": result.status, "step": result.step, "metrics": result.last}
 
 
 def _copy(source: Path, target: Path, step: int) -> None:

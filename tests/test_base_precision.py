@@ -384,7 +384,7 @@ def train_without_sharded_integers(folder: str) -> tuple[float, int]:
     integer_weights.can_shard_integers = lambda: False  # type: ignore[assignment]
     settings = SETTINGS | {"strategy": "fsdp", "batch_size": 3, "base_precision": "nf4", "output_dir": folder}
     result = unisono.train(SentencesWithLoraFromElsewhere, **settings, record=f"{folder} record")
-    return result.metrics["loss"], int(Path(f"{folder} record", f"asked.{os.environ['RANK']}").read_text())
+    return result.last["loss"], int(Path(f"{folder} record", f"asked.{os.environ['RANK']}").read_text())
 
 
 @SHARDS_INTEGERS

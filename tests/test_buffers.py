@@ -72,7 +72,7 @@ class Caching(Tiny):
 
 def train_with_a_cache(folder: str) -> list[float]:
     result = unisono.train(Caching, output_dir=folder, strategy="ddp", max_steps=4, batch_size=2, eval_every=2)
-    return [float(result.step), result.metrics["eval/loss"]]
+    return [float(result.step), result.last["eval/loss"]]
 
 
 def test_a_buffer_whose_length_differs_between_ranks_blocks_no_rank(tmp_path: Path) -> None:

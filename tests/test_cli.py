@@ -148,7 +148,7 @@ def test_train_from_python_takes_a_config_in_any_form_and_returns_folder_and_met
     assert len(expected) == 2
     for name, result in results.items():
         assert (result["folder"], result["status"], result["step"]) == (name, "done", 2)
-        assert result["metrics"]["loss"] == pytest.approx(expected[-1], rel=1e-5), name
+        assert result["last"]["loss"] == pytest.approx(expected[-1], rel=1e-5), name
         assert losses(tmp_path / name) == pytest.approx(expected, rel=1e-5), name
     worlds = {name: json.loads((tmp_path / name / "run.json").read_text())["starts"][0]["world"] for name in results}
     assert worlds == dict.fromkeys(results, 1) | {"ranks": 2}

@@ -163,7 +163,7 @@ def test_a_curve_is_three_charts_in_tensorboard_however_long_it_is(tmp_path: Pat
         "eval/long/mean": 500.0,
         "eval/long/last": 1000.0,
     }
-    assert "eval/number" in result.metrics and "eval/curve" not in result.metrics, "the last word is numbers"
+    assert "eval/number" in result.last and "eval/curve" not in result.last, "the last word is numbers"
 
 
 def evaluations(folder: Path, step: int) -> list[dict[str, Any]]:

@@ -315,7 +315,7 @@ def test_the_figure_shows_the_best_checkpoint_and_never_step_0() -> None:
 def test_tasks_that_are_not_played_are_not_in_the_table(tmp_path: Path) -> None:
     settings = TINY | {"max_steps": 1, "eval_train_tasks": 0, "preview_every": 0, "dtype": "float32"}
     result = unisono.train(Darkroom, **settings, output_dir=str(tmp_path / "run"))
-    assert "eval/unseen_return" in result.metrics and "eval/train_return" not in result.metrics
+    assert "eval/unseen_return" in result.last and "eval/train_return" not in result.last
     (table,) = (tmp_path / "run/previews").glob("*.txt")
     assert "unseen tasks" in table.read_text() and "train tasks" not in table.read_text()
 

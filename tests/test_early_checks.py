@@ -114,7 +114,7 @@ def test_a_users_recipe_with_a_wrong_best_metric_fails_in_its_first_step(few_set
         train(Busy, best_metric="eval/acc", **few_settings)
     assert Busy.steps <= 2  # the metrics of a step are read one step late
     assert not Path(str(few_settings["output_dir"])).exists()
-    assert "eval/accuracy" in train(Accurate, best_metric="eval/accuracy", **few_settings).metrics
+    assert "eval/accuracy" in train(Accurate, best_metric="eval/accuracy", **few_settings).last
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_a_best_metric_unlike_all_others_gets_no_suggestion(name: str, guess: st
 
 def test_a_best_metric_may_have_a_count_of_zero_in_some_steps(few_settings: dict[str, object]) -> None:
     settings = few_settings | {"max_steps": 5, "eval_every": 3}
-    assert train(NowAndThen, best_metric="eval/accuracy", best_mode="max", **settings).metrics["eval/accuracy"] == 1.0
+    assert train(NowAndThen, best_metric="eval/accuracy", best_mode="max", **settings).last["eval/accuracy"] == 1.0
 
 
 def test_a_users_recipe_without_held_out_data_has_no_best_metric(few_settings: dict[str, object]) -> None:

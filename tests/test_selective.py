@@ -196,7 +196,7 @@ def test_unsupported_blocks_are_fully_recomputed_with_a_remark(
     losses = []
     for mode in (False, "selective"):
         done = unisono.train(recipe, **settings, activation_checkpointing=mode, output_dir=str(tmp_path / str(mode)))
-        losses.append(done.metrics["loss"])
+        losses.append(done.last["loss"])
     assert losses[0] == losses[1]
     printed = " ".join(capfd.readouterr().err.split())
     assert ("recomputing such blocks as a whole" in printed) == (why is not None)

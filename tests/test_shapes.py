@@ -638,7 +638,7 @@ def test_an_evaluation_groups_a_limited_number_of_samples_at_a_time(
         monkeypatch.setattr(evaluate, "_GROUPED", grouped)
         record = tmp_path / f"record {grouped}"
         values = {"num_eval": 9, "eval_every": 1, "max_steps": 1, "gpus": "0", "batch_size": 4, "record": str(record)}
-        result[grouped] = train(Mixed, **values, output_dir=str(tmp_path / str(grouped))).metrics
+        result[grouped] = train(Mixed, **values, output_dir=str(tmp_path / str(grouped))).last
         calls = [json.loads(line) for line in (record / "eval.0").read_text().splitlines()]
         assert sorted(i for ids in calls for i in ids) == list(range(9))
     assert all(max(ids) // 4 == min(ids) // 4 for ids in calls)

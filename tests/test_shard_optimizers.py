@@ -363,7 +363,7 @@ def test_defaults_follow_from_the_optimizer(tmp_path: Path) -> None:
     done = unisono.train(
         Sentences, optimizer="prodigy", gpus="0", batch_size=4, max_steps=1, output_dir=str(tmp_path / "run")
     )
-    assert done.metrics["lr"] == 1.0
+    assert done.last["lr"] == 1.0
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def test_without_a_vae_there_are_no_previews_and_training_continues(
         unisono.train("wan-flow", nproc=1, output_dir=str(tmp_path / "refused"), **COMMON, **values)
     advised = {"caption_dropout": 0.0, "guidance": 1.0}
     result = unisono.train("wan-flow", nproc=1, output_dir=str(tmp_path / "run"), **COMMON, **values, **advised)
-    assert result.metrics["loss"] > 0
+    assert result.last["loss"] > 0
     assert not (tmp_path / "run" / "previews").exists()
 
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from unisono.config.resolve import Resolved
 from unisono.data.order import Strides
 from unisono.engine.state import TrainState
 from unisono.settings import Settings
+
+if TYPE_CHECKING:
+    from unisono.observe.report.metrics_table import MetricsTable
 
 BY_LENGTH = "length"
 """The source, in run.json, of a setting whose value is derived from the length of the run."""
@@ -23,7 +27,21 @@ class Result:
     folder: Path
     status: str  # "done", or "stopped" by a signal, in which case the same command continues the run
     step: int
-    metrics: dict[str, Any]
+    last: dict[str, Any]
+    """The last loss, learning rate and gradient norm, and the metrics of the last evaluation."""
+
+    @cached_property
+    def metrics(self) -> MetricsTable:
+        """All logged steps and evaluations as a table with `columns`, `rows`, `len()` and `to_pandas()`."""
+        from unisono.observe.report.metrics_table import MetricsTable  # imported when used, to start quickly
+
+        return MetricsTable.read(self.folder)
+
+    def plot(self, *names: str) -> Any:
+        """Returns a matplotlib figure of these metrics; without names, of the loss and of the evaluation."""
+        from unisono.observe.report.plot import plot
+
+        return plot(self.metrics, names, self.folder.name)
 
 
 @dataclass(frozen=True)

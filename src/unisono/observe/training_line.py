@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from typing import Any, TextIO
@@ -9,6 +10,8 @@ from typing import Any, TextIO
 from unisono.formatting import format_duration, format_rate
 from unisono.observe.status_line import StatusLine, status_line
 
+SHOWN_ELSEWHERE = "UNISONO_SHOWN_ELSEWHERE"
+"""Environment variable: something else shows the progress (a notebook), so no line is printed per logged step."""
 _DRAW_S = 0.1
 _HISTORY_S = 1.0
 
@@ -43,7 +46,7 @@ class TrainingLine:
         self._record(step)
         if self._line.live:
             self._draw_if_due()
-        else:
+        elif SHOWN_ELSEWHERE not in os.environ:
             self._line.print("  ".join(self._fields(time.monotonic())))
 
     @property

@@ -48,7 +48,7 @@ class LaunchFailed(UnisonoError):
 
 
 def train(recipe: type[Recipe] | str, config: Any = None, **settings: Any) -> Any:
-    """Trains a recipe and returns a result with the run's folder and last metrics.
+    """Trains a recipe and returns a result: the run's folder, its `metrics` as a table, `last` metrics, and `plot()`.
 
     `recipe` is a class or a reference such as "my_file.py:MyRecipe". `config` is the recipe's Config, a mapping of
     settings, or YAML or JSON files (a path, or a list in which later files win). Keyword settings override `config`.
@@ -130,10 +130,7 @@ def start(recipe_class: type[Recipe], resolved: Resolved) -> Any:
     reference = importable_name(recipe_class)
     several = plan.ranks > 1 or machines(resolved.build(Settings).launch)[1] > 1
     if several and reference is None:
-        plan.remarks.append(
-            f"{recipe_class.__name__} is defined in {recipe_class.__module__}, which other processes cannot import: "
-            "training on one device; move it to a file of its own to use several"
-        )
+        plan.remarks.append(_why_one_device(recipe_class))
         several = False
     if several or (resolved.explicit("max_restarts") and resolved.values["max_restarts"] > 0 and reference is not None):
         assert reference is not None
@@ -145,6 +142,18 @@ def start(recipe_class: type[Recipe], resolved: Resolved) -> Any:
     finally:
         for name, value in before.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def _why_one_device(recipe_class: type[Recipe]) -> str:
+    name = recipe_class.__name__
+    where, advice = recipe_class.__module__, "move it to a file of its own to use several"
+    if "IPython" in sys.modules and where == "__main__":
+        where = "a notebook"
+        advice = (
+            f"to use several, put `%%writefile my_recipe.py` above the cell that defines it and its imports, and call "
+            f'unisono.train("my_recipe.py:{name}")'
+        )
+    return f"{name} is defined in {where}, which other processes cannot import: training on one device; {advice}"
 
 
 def with_absolute_paths(resolved: Resolved) -> Resolved:
@@ -174,6 +183,7 @@ def _train_here(
     from unisono.engine.run_folder.new_folder import lock_folder
     from unisono.engine.start.rank_start import RankStart
     from unisono.engine.start.session import run_session
+    from unisono.observe.watch.notebook import shown_in_notebook
 
     job = os.environ.get("UNISONO_JOB")
     plain = world.launcher == "plain"
@@ -183,6 +193,7 @@ def _train_here(
         if plain:  # holds the lock between two attempts too; under a launcher the main rank locks the folder
             resolved, lock = lock_folder(resolved, recipe_class.__qualname__)
             cleanup.callback(lock.release)
+            cleanup.enter_context(shown_in_notebook(Path(resolved.values["output_dir"])))
         while True:
             try:
                 start = RankStart(world, requested_devices, Path(job) if job else None, remarks, folder_is_locked=plain)
@@ -224,7 +235,7 @@ def _launch(reference: str, resolved: Resolved, plan: DevicePlan) -> Any:
         return {"recipe": reference, "resolved": resolved.to_json()}
 
     outcome = launch_job(job, resolved, plan, reference.rpartition(":")[2])
-    return Result(Path(for_caller(outcome["folder"])), outcome["status"], outcome["step"], outcome["metrics"])
+    return Result(Path(for_caller(outcome["folder"])), outcome["status"], outcome["step"], outcome["last"])
 
 
 def launch_job(job: Callable[[Resolved], Mapping[str, Any]], resolved: Resolved, plan: DevicePlan, recipe: str) -> Any:
@@ -237,6 +248,7 @@ def launch_job(job: Callable[[Resolved], Mapping[str, Any]], resolved: Resolved,
     from unisono.cluster.launch.launcher import launch
     from unisono.engine.run_folder.new_folder import lock_folder
     from unisono.observe.folder import LauncherEvents
+    from unisono.observe.watch.notebook import shown_in_notebook
 
     settings = resolved.build(Settings).launch
     with ExitStack() as cleanup:
@@ -244,6 +256,7 @@ def launch_job(job: Callable[[Resolved], Mapping[str, Any]], resolved: Resolved,
             resolved, lock = lock_folder(resolved, recipe)
             cleanup.callback(lock.release)
         folder, output = cleanup.enter_context(job_folder()), Path(resolved.values["output_dir"])
+        cleanup.enter_context(shown_in_notebook(output))
         notes = LauncherEvents(output)
         cleanup.callback(notes.write)
         job_description = {
