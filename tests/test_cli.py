@@ -58,7 +58,7 @@ def test_train_help_lists_every_setting_with_its_documentation(tmp_path: Path) -
 
 def test_train_help_with_a_recipe_adds_its_fields_and_its_defaults(tmp_path: Path) -> None:
     text = " ".join(unisono("train", TINY, "--help", cwd=tmp_path).out.split())
-    assert "--slope float (default: 2.0) Slope of the line that is to be found." in text
+    assert "--slope float (default: 2.0) Slope of the line to fit." in text
     assert "--batch_size int (default: 4, set by the recipe)" in text
 
 
