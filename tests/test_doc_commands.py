@@ -53,6 +53,7 @@ NOT_RUN = {
     r"Wan-AI/|\.safetensors|path/of|t5-small|minilm": "network: a pretrained model",
     r"my_videos|talk\.mp4|match\.mp4|FOLDER|val\.jsonl|P\.jsonl|runs/(mine|qv)\b|\bmovie\b": "the reader's own videos",
     r"(?<!examples/seo/)\b(pairs|pages)\.csv|\./public|queries\.txt|runs/(rank|score)\b": "the reader's own pages",
+    r"hospital_": "the reader's own files",
     r"prompts\.txt|\./dataset|\./outputs|my_(student|model|lora)\b": "the reader's own data and models",
     r"^--": "flags of the command above: benchmarks/faults.py injects each kind",
     r"^unisono train clips --data_path mirror(?!.*--num_videos)": "minutes: tests/test_examples_clips.py",
@@ -78,6 +79,7 @@ SHORTER = {
     r"^unisono verify wan-flow": "--steps 1 --num_shapes 16 --eval_every -1",
     r"^unisono verify": "--steps 1",
     r"^unisono tune": "--trials 1 --max_steps 2",
+    r"^unisono federate": "--rounds 1 --local_steps 2 --clients 1",
 }
 # Documents whose commands take long nevertheless, or are the same as in another document.
 SLOW = (
@@ -86,6 +88,7 @@ SLOW = (
     "docs/clusters.md",
     "docs/darkroom.md",
     "docs/faults.md",
+    "docs/federate.md",
     "docs/own_model.md",
     "docs/verify.md",
     "docs/watch.md",

@@ -18,6 +18,7 @@ COMMANDS = {
     "plan": "predict memory, speed and cost of a run under each strategy; needs no GPU",
     "verify": "prove that a recipe trains the same on 1 and on N ranks",
     "tune": "search for good settings of a recipe with Optuna",
+    "federate": "train one model on clients that keep their data, with Flower",
     "export": "write a run's trained weights to a folder",
     "watch": "show runs while they train: ranks, loss, events, time left; in the terminal or the browser",
     "report": "write one HTML page about a run, or one that compares runs",

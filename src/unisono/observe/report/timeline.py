@@ -19,7 +19,7 @@ Tone = Literal["plain", "good", "fault", "bad", "injected"]
 _FIRST, _LAST = 100, 200
 _MAX_KINDS = 60
 _REPEATING = {"nan", "overflow", "straggler", "bad_sample", "worker_died", "micro_batch", "save_failed"}
-_BEGINS, _ENDS = {"start", "resume"}, {"done", "stopped", "failed", "pruned", "restart"}
+_BEGINS, _ENDS = {"start", "resume"}, {"done", "round", "stopped", "failed", "pruned", "restart"}
 _COMMON = {"time", "kind", "step", "rank"}
 
 
@@ -273,6 +273,7 @@ _KINDS: dict[str, tuple[str, Tone, Callable[[Mapping[str, Any]], str]]] = {
     "tracker": ("tracker", "plain", lambda e: str(e.get("text", ""))),
     "stopped": ("stopped", "plain", lambda e: "with a checkpoint; run the same command to continue"),
     "pruned": ("pruned", "plain", _pruned),
+    "round": ("round", "plain", lambda e: "of a federation: the weights were sent to the server"),
     "failed": ("failed", "bad", _error),
     "done": ("done", "good", lambda e: "the last step was trained and saved"),
 }

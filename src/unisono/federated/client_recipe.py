@@ -1,0 +1,59 @@
+"""A recipe as one client trains it: on the client's share of the data, and with FedProx's term in the loss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from unisono.engine.recipe import Loss, Recipe
+from unisono.federated.split import indices_of, share_of
+
+
+@dataclass(frozen=True)
+class ClientShare:
+    """Which part of the data a client has, and how strongly FedProx ties it to the global weights."""
+
+    client: int
+    clients: int
+    split: str
+    seed: int
+    proximal_mu: float = 0.0
+    global_weights: str | None = None
+    """safetensors file with the weights that the round began with."""
+
+
+def client_recipe(recipe_class: type[Recipe], share: ClientShare) -> type[Recipe]:
+    """Returns the recipe of a client: a subclass that differs in dataset() and, with FedProx, in loss()."""
+
+    class Client(recipe_class):  # type: ignore[misc, valid-type]
+        def dataset(self, split: str) -> Any:
+            whole = super().dataset(split)
+            if whole is None or share.split == "none" or share.clients == 1:
+                return whole
+            return share_of(whole, indices_of(whole, share.split, share.client, share.clients, share.seed))
+
+        def loss(self, model: Any, batch: Any, noise: Any) -> Loss:
+            loss: Loss = super().loss(model, batch, noise)
+            if not share.proximal_mu or share.global_weights is None or not model.training:
+                return loss
+            distance = self._distance(model)
+            return replace(loss, total=loss.total + share.proximal_mu / 2 * distance * loss.count)
+
+        def _distance(self, model: Any) -> Any:
+            """The squared distance of the trained weights from the global ones."""
+            if not hasattr(self, "_anchor"):
+                from safetensors.torch import load_file
+
+                assert share.global_weights is not None
+                anchor = load_file(share.global_weights)
+                device = next(model.parameters()).device
+                self._anchor = {name: tensor.to(device) for name, tensor in anchor.items()}
+            return sum(
+                (weight - self._anchor[name]).pow(2).sum()
+                for name, weight in model.named_parameters()
+                if weight.requires_grad
+            )
+
+    Client.__name__, Client.__qualname__ = recipe_class.__name__, recipe_class.__qualname__
+    Client.__module__, Client.__doc__ = recipe_class.__module__, recipe_class.__doc__
+    return Client
