@@ -39,6 +39,9 @@ def run_simulated(federation: Federation) -> None:
     options = federation.options
     os.environ[ENVIRONMENT] = str(federation.folder / FEDERATION)
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # Ray must not hide GPUs from clients
+    os.environ.setdefault(
+        "RAY_worker_niceness", "0"
+    )  # clients train inside Ray's workers, which get less CPU by default
     cpus = max(1, num_cpu_cores())
     run_simulation(
         server_app=server_app(),

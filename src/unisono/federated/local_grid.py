@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
@@ -79,6 +80,7 @@ class LocalGrid(Grid):
 
     def _deliver(self, message: Message) -> Message:
         try:
-            return self._app(message, self._contexts[message.metadata.dst_node_id])
+            # A copy, because a mod may change the content, which the server may share between clients.
+            return self._app(deepcopy(message), self._contexts[message.metadata.dst_node_id])
         except Exception as error:
             return Message(Error(_ERROR_IN_CLIENT_APP, f"{error}"), reply_to=message)

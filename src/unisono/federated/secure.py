@@ -73,7 +73,7 @@ def run_secure_server(federation: Federation, grid: Grid, context: Context, log:
         return {key: sum(number * float(each[key]) for number, each in results) / total for key in keys}
 
     def after_round(number: int, arrays: list[Any], config: dict[str, Any]) -> None:
-        save_model(folder, dict(zip(names, arrays, strict=True)))
+        save_model(folder, dict(zip(names, arrays, strict=True)), initial)
 
     class Strategy(FedAvg):
         def aggregate_fit(self, server_round: int, results: Any, failures: Any) -> Any:
@@ -109,5 +109,9 @@ def run_secure_server(federation: Federation, grid: Grid, context: Context, log:
         timeout=options.round_timeout,
     )
     DefaultWorkflow(fit_workflow=workflow)(grid, legacy)
+    if log.num_rounds < options.rounds:  # Flower logs this and goes on with the weights of the round before
+        raise TrainingFailed(
+            f"too few clients answered in {options.rounds - log.num_rounds} rounds to unmask their sum"
+        )
     evaluated = legacy.history.metrics_distributed
     finish(folder, {name: values[-1][1] for name, values in evaluated.items() if values})

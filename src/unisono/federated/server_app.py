@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,8 @@ class RoundLog:
 
     def __init__(self, folder: Path, rounds: int) -> None:
         self.rounds = rounds
+        self.num_rounds = 0
+        """Number of finished rounds."""
         self._file = folder / ROUNDS
 
     def round(self, number: int, replies: list[Message], metrics: MetricRecord | None) -> None:
@@ -73,7 +75,8 @@ class RoundLog:
         self.line({"round": number, "clients": len(replies) - len(failed), "dropped": failed, **numbers})
 
     def line(self, record: dict[str, Any]) -> None:
-        """Appends a line."""
+        """Appends the line of a finished round."""
+        self.num_rounds += 1
         with open(self._file, "a") as file:
             file.write(json.dumps(record, default=str) + "\n")
 
@@ -119,10 +122,11 @@ def wait_for_clients(grid: Grid, number: int, timeout: float) -> None:
         time.sleep(_POLL_S)
 
 
-def save_model(folder: Path, arrays: dict[str, Any]) -> None:
-    """Writes the global weights."""
+def save_model(folder: Path, arrays: Mapping[str, Any], like: Mapping[str, Any]) -> None:
+    """Writes the global weights, in the types of the initial ones: means of whole numbers are not whole."""
+    typed = {name: np.ascontiguousarray(array, dtype=like[name].dtype) for name, array in arrays.items()}
     with atomic_file(folder / MODEL) as temporary:
-        save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, temporary)
+        save_file(typed, temporary)
 
 
 def run_server(federation: Federation, grid: Grid, context: Context) -> None:
@@ -136,9 +140,10 @@ def run_server(federation: Federation, grid: Grid, context: Context) -> None:
         run_secure_server(federation, grid, context, log)
         return
     initial = initial_arrays(grid, options.round_timeout)
+    like = {name: array.numpy() for name, array in initial.items()}
 
     def after_round(number: int, arrays: ArrayRecord) -> None:
-        save_model(folder, {name: array.numpy() for name, array in arrays.items()})
+        save_model(folder, {name: array.numpy() for name, array in arrays.items()}, like)
 
     result = strategy_of(options, log).start(
         grid=grid,
