@@ -96,6 +96,7 @@ def run_secure_server(federation: Federation, grid: Grid, context: Context, log:
         min_available_clients=options.clients,
         on_fit_config_fn=lambda round_: {"round": round_, "names": joined},
         on_evaluate_config_fn=lambda round_: {"names": joined},
+        fit_metrics_aggregation_fn=mean,
         evaluate_metrics_aggregation_fn=mean,
         evaluate_fn=after_round,
         initial_parameters=ndarrays_to_parameters([initial[name] for name in names]),
