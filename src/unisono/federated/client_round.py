@@ -65,8 +65,8 @@ class RoundTrainer(Trainer):
             result = super().train()
             if self.state.step < self._end and self.state.samples < self.length.samples:
                 raise TrainingFailed(f"a signal stopped the client at step {self.state.step} of the round")
-            metrics |= result.metrics
-            result = Result(result.folder, "round", result.step, result.metrics)
+            metrics |= result.last
+            result = Result(result.folder, "round", result.step, result.last)
         weights = whole_weights(self.components.strategy)  # every rank takes part
         if self._main:
             self._write(order, weights, metrics)
