@@ -225,6 +225,30 @@ def test_tensorboard_has_each_step_once_and_the_settings(killed_and_resumed: tup
     assert b"learning_rate: 0.001" in seen.Tensors("settings")[-1].tensor_proto.string_val[0]
 
 
+def test_wandb_without_its_server_writes_to_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = pytest.importorskip("wandb")
+    from unisono.observe.trackers import wandb_tracker
+    from unisono.observe.trackers.wandb_store import files_of, rows
+
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # refuses connections
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setitem(wandb_tracker._PRIVATE, "init_timeout", 2.0)
+    folder, said = run_folder(tmp_path), list[str]()
+    tracker = wandb_tracker.WandbTracker()
+    tracker.say = said.append
+    try:
+        following = follower(folder, tracker, offline=False)
+        folder.metrics({"step": 1, "loss": 0.5})
+        following.deliver()
+        following.close()
+    finally:
+        wandb.teardown()
+    assert [text.partition(" (")[0] for text in said] == ["no connection"]
+    [row] = [row for file in files_of(tmp_path / "wandb", "1234") for row in rows(file)]
+    assert (row["_step"], row["loss"]) == (1, 0.5)
+
+
 def test_no_file_and_no_message_contains_a_secret(killed_and_resumed: tuple[Path, list[Ended]]) -> None:
     folder, ended = killed_and_resumed
     texts = {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
@@ -313,8 +337,8 @@ def run_folder(path: Path) -> RunFolder:
     return folder
 
 
-def follower(folder: RunFolder, tracker: Tracker) -> Follower:
-    follower = Follower(tracker, tracked_run(folder.path, project=None, offline=True), "Calls")
+def follower(folder: RunFolder, tracker: Tracker, *, offline: bool = True) -> Follower:
+    follower = Follower(tracker, tracked_run(folder.path, project=None, offline=offline), "Calls")
     follower.open()
     return follower
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import inspect
 import os
 from collections import Counter
 from collections.abc import Mapping
@@ -46,6 +47,7 @@ class WandbTracker(Tracker):
                 raise
             self.say(f"no connection ({error}); writing to {run.folder / 'wandb'}: wandb sync uploads it later")
             offline = True
+            wandb.teardown()  # otherwise the id of the run is still in use
             self._run = self._init(run, offline)
         self._run.config.update({**run.config, "unisono": dict(run.facts)}, allow_val_change=True)
         if offline:
@@ -56,10 +58,16 @@ class WandbTracker(Tracker):
         mode = os.environ.get("WANDB_MODE", "online")
         if run.offline or mode != "online":
             return True
-        if not self._wandb.api.api_key:
+        if not self._has_key():
             self.say(f"no API key, so it writes to {run.folder / 'wandb'}; wandb login, then wandb sync, uploads it")
             return True
         return False
+
+    def _has_key(self) -> bool:
+        login = self._wandb.login
+        if "prompt" in inspect.signature(login).parameters:
+            return bool(login(prompt=False, verify=False))
+        return bool(self._wandb.api.api_key)  # before wandb 0.31
 
     def _init(self, run: TrackedRun, offline: bool) -> Any:
         wandb = self._wandb
