@@ -16,17 +16,23 @@ from torch.utils.data import default_collate
 import unisono
 from command_line import TESTS, lines, losses
 from command_line import unisono as unisono_command
-from many_runs import Copy, Outcome, Run, identical, largest_difference, many_runs
+from many_runs import Copy, Outcome, Run, identical, largest_difference, many_runs, selected, slow_unless
 from turns_recipes import CYCLE, Pair
 from unisono import Loss
+from unisono.checkpoint.manifest import CheckpointError
 from unisono.data.noise import Noise
 from unisono.data.order import Order
+from unisono.engine.checks import check_run
+from unisono.engine.fit.model_memory import ModelMemory
+from unisono.engine.start.run import configure
+from unisono.engine.state import GroupState, TrainState
 from unisono.engine.turns.rhythm import Rhythm
 from unisono.errors import UserError
 from unisono.observe.report.charts import learning_charts
 from unisono.observe.report.read import Metrics
 from unisono.observe.report.timeline import Timeline
 from unisono.observe.training_line import TrainingLine
+from unisono.settings import Settings
 
 RECIPES = TESTS / "turns_recipes.py"
 PAIR, DISTILLED = f"{RECIPES}:Pair", f"{RECIPES}:Distilled"
@@ -72,6 +78,16 @@ SAME_WORLD = {
 OTHER_WORLD = {"1 rank": (2, FSDP, (3, 5)), "2 ranks ddp": (3, FSDP, (4, 6)), "2 ranks fsdp": (1, ONE, (5, 8))}
 
 
+SAME_CASES = [(name, step) for name, (_, _, steps) in SAME_WORLD.items() for step in steps]
+OTHER_CASES = [(name, world, step) for name, (world, _, steps) in OTHER_WORLD.items() for step in steps]
+# `make test-slow` adds the others.
+QUICK_VARIANTS = [
+    *("1 rank, 3 micro-batches", "2 ranks ddp, recomputing", "2 ranks ddp, never guarded", "2 ranks ddp, trying sizes"),
+    *("3 ranks ddp, tiny buckets", "2 ranks fsdp, 3 micro-batches", "2 ranks fsdp, recomputing", "3 ranks fsdp"),
+    "2 ranks hsdp",
+]
+QUICK_CASES = [("1 rank", 3), ("2 ranks ddp", 2), ("2 ranks ddp", 5), ("2 ranks fsdp", 5), ("2 ranks fsdp", 6)]
+QUICK_OTHER = [("1 rank", 2, 3), ("2 ranks ddp", 3, 4), ("2 ranks fsdp", 1, 5)]
 # A frozen base with two adapters, name -> world and settings
 ADAPTED = {
     "2 ranks ddp": (2, DDP),
@@ -87,14 +103,18 @@ def pair(name: str, world: int, settings: dict[str, Any], copy: Copy | None = No
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+    resumed, moved = selected(request, "name", "step"), selected(request, "name", "world", "step")
+    compared = {"2 ranks ddp", "2 ranks fsdp", *selected(request, "name")}
     asked = [pair("one", 1, RUN | ONE)]
-    asked += [pair(name, world, RUN | settings) for name, (world, settings) in VARIANTS.items()]
+    asked += [pair(name, world, RUN | settings) for name, (world, settings) in VARIANTS.items() if name in compared]
     for name, (world, settings, steps) in SAME_WORLD.items():
         if name not in VARIANTS:
             asked.append(pair(name, world, RUN | settings))
+        steps = [step for step in steps if (name, step) in resumed]
         asked += [pair(f"{name} @{step}", world, RUN | settings, Copy(name, step)) for step in steps]
     for name, (world, settings, steps) in OTHER_WORLD.items():
+        steps = [step for step in steps if (name, world, step) in moved]
         asked += [pair(f"{name} then {world} @{step}", world, RUN | settings, Copy(name, step)) for step in steps]
     asked += [
         pair("nan", 2, RUN | DDP | {"inject": "nan@rank1:step3,nan@rank0:step12"}),
@@ -107,12 +127,22 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
         Run("adapted, int8", "adapted, int8", 1, RUN | ONE | {"base_precision": "int8"}, recipe=DISTILLED),
         Run("adapted, int8, fsdp", "adapted, int8, fsdp", 2, RUN | FSDP | {"base_precision": "int8"}, recipe=DISTILLED),
     ]
+    for world in (1, 2):
+        shared = RUN | {
+            "context_parallel": world,
+            "length": 31,
+            "num_epochs": 5,
+            "strategy": "auto",
+            "max_steps": 7,
+            "log_every": 1,
+        }
+        asked.append(Run(f"long, {world}", f"long, {world}", world, shared, recipe=f"{RECIPES}:LongSamples"))
     for name, (world, settings) in ADAPTED.items():
         asked.append(Run(f"adapted, {name}", f"adapted, {name}", world, RUN | settings, recipe=DISTILLED))
     return many_runs(asked, tmp_path_factory.mktemp("turns"))
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", slow_unless(list(VARIANTS), QUICK_VARIANTS))
 def test_ranks_and_strategies_train_like_one_device(runs: dict[str, Outcome], name: str) -> None:
     run, one = runs[name], runs["one"]
     assert run.main.get("status") == "done", run.main
@@ -122,9 +152,7 @@ def test_ranks_and_strategies_train_like_one_device(runs: dict[str, Outcome], na
         assert [line.get(key) for line in run.steps()] == [line.get(key) for line in one.steps()], key
 
 
-@pytest.mark.parametrize(
-    ("name", "step"), [(name, step) for name, (_, _, steps) in SAME_WORLD.items() for step in steps]
-)
+@pytest.mark.parametrize(("name", "step"), slow_unless(SAME_CASES, QUICK_CASES))
 def test_a_run_that_resumes_within_a_cycle_is_the_same_to_the_bit(
     runs: dict[str, Outcome], name: str, step: int
 ) -> None:
@@ -138,10 +166,7 @@ def test_a_run_that_resumes_within_a_cycle_is_the_same_to_the_bit(
         assert {key: line.get(key) for key in own} == {key: expected[key] for key in own}
 
 
-@pytest.mark.parametrize(
-    ("name", "world", "step"),
-    [(name, world, step) for name, (world, _, steps) in OTHER_WORLD.items() for step in steps],
-)
+@pytest.mark.parametrize(("name", "world", "step"), slow_unless(OTHER_CASES, QUICK_OTHER))
 def test_a_run_resumes_within_a_cycle_on_other_ranks(
     runs: dict[str, Outcome], name: str, world: int, step: int
 ) -> None:
@@ -162,6 +187,12 @@ def test_a_base_in_few_bits_is_the_same_on_any_number_of_ranks(runs: dict[str, O
     run, one = runs["adapted, int8, fsdp"], runs["adapted, int8"]
     assert float((run.losses() - one.losses()).abs().max()) < 1e-10
     assert float((runs["adapted"].losses() - one.losses()).abs().max()) > 1e-10
+
+
+def test_ranks_that_share_a_sample_train_groups_like_one_rank(runs: dict[str, Outcome]) -> None:
+    one, two = runs["long, 1"], runs["long, 2"]
+    assert [line["group"] for line in two.steps()] == ["blocks", "ends", "ends"] * 2 + ["blocks"]
+    assert largest_difference(one.weights(prefix=""), two.weights(prefix="")) < 1e-10
 
 
 def by_hand(steps: int) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
@@ -303,6 +334,34 @@ def test_what_does_not_work_with_groups_is_refused_in_one_line(
 ) -> None:
     with pytest.raises(UserError, match=message):
         unisono.train(f"{RECIPES}:{recipe}", output_dir=str(tmp_path / "run"), gpus="0", max_steps=1, **settings)
+
+
+@pytest.mark.parametrize(
+    ("flaw", "message"),
+    [
+        ({"skipped": -1}, "'skipped' of the group 'critic' cannot be -1"),
+        ({"steps": 0}, "'steps' of the group 'critic' cannot be 0"),
+        ({"latest": {"loss": "low"}}, "'latest' of the group 'critic' cannot be this dict"),
+        ({"loss_scale": {"value": 1.0}}, "'loss_scale' of the group 'critic' cannot be this dict"),
+        ({"more": 1}, "the state of the group 'critic' is not one of this version"),
+    ],
+)
+def test_a_state_from_a_file_is_checked_for_each_group(flaw: dict[str, Any], message: str) -> None:
+    state = TrainState(8, groups={"critic": GroupState(5)}).to_json()
+    assert TrainState.from_json(state) == TrainState(8, groups={"critic": GroupState(5)})
+    state["groups"]["critic"] |= flaw
+    with pytest.raises(CheckpointError, match=message):
+        TrainState.from_json(state)
+    assert "groups" not in TrainState(8).to_json()  # as before there were groups
+
+
+def test_predicted_memory_is_that_of_the_group_that_needs_most() -> None:
+    resolved = configure(Pair)
+    recipe = check_run(Pair, resolved)
+    memory = ModelMemory(recipe, lambda copy: copy.dataset("train")[0].float())
+    trace = memory._trace(resolved.build(Settings), micro_batch=6)
+    parts = (recipe.model().critic, recipe.model().generator)
+    assert trace.gradients == 512 * max(len(list(part.parameters())) for part in parts)  # 512 bytes or less each
 
 
 @pytest.mark.parametrize(("changed", "message"), [(2, "critic for 5 steps, .* trains in turn critic for 2 steps")])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +15,8 @@ from torch.nn.functional import softplus
 from unisono import Group, Loss, Recipe
 
 CYCLE = 6
+_EXAMPLES = Path(__file__).parents[1] / "examples/own_model"
+LongSequences: Any = runpy.run_path(str(_EXAMPLES / "long_sequences.py"))["LongSequences"]
 
 
 class Block(nn.Module):
@@ -152,6 +156,13 @@ class Distilled(Pair):
         with torch.no_grad():
             sample = model(random, "student")
         return Loss((model(sample + noise.normal(16), "score") - sample).square().sum(), len(batch))
+
+
+class LongSamples(LongSequences):
+    """The example whose samples several ranks share, with two groups of weights."""
+
+    def groups(self) -> Sequence[Group]:
+        return [Group("blocks", "blocks."), Group("ends", ("first.", "last."), steps=2)]
 
 
 class Misdeclared(Pair):

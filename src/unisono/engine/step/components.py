@@ -76,7 +76,8 @@ class Components:
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """A context for evaluation: the model computes with the averages of its weights, where there are any."""
-        self.recipe.group = self.groups[0].name
+        if self.groups[0].declared is not None:  # a recipe without groups may use the name for something else
+            self.recipe.group = self.groups[0].name
         with ExitStack() as stack:
             for group in self.groups:
                 if group.ema is not None:

@@ -42,6 +42,7 @@ class FlopMeter:
         """
         self.peak, self._sharing = peak, sharing
         self._recipe, self._has_formula = recipe, type(recipe).flops is not Recipe.flops
+        self._has_groups = bool(recipe.groups())
         self._active = peak is not None and (can_count or self._has_formula)
         self._can_count = can_count
         self._flops: dict[_Shape, float] = {}  # operations of a micro-batch, by shape
@@ -65,7 +66,7 @@ class FlopMeter:
         if not self._active or micro.is_dummy:
             return
         size = num_elements(micro.data)
-        group = self._recipe.group  # groups that are trained in turn compute different losses
+        group = self._recipe.group if self._has_groups else ""  # each group has its own loss
         shape: _Shape = (group, "shape", shape_of(micro.data))
         if shape not in self._sizes and len(self._sizes) >= _MAX_NAMED:  # texts rarely repeat a shape
             shape = (group, "size", round(_PER_OCTAVE * math.log2(max(1, size))))
