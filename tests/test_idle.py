@@ -57,6 +57,6 @@ class Event:
 
 @pytest.mark.parametrize(("event", "waited"), [(Event(done=True), True), (Event(done=False), False), (None, False)])
 def test_a_finished_result_means_that_the_gpu_waited(event: Any, waited: bool) -> None:
-    unread = _Unread(0, 1, 0.1, ["total"], None, None, torch.ones(1), event)  # type: ignore[arg-type]
+    unread = _Unread(0, 0, 1, 0.1, ["total"], None, None, torch.ones(1), event)  # type: ignore[arg-type]
     assert unread.has_arrived is waited
     assert unread.read() == {"total": 1.0}

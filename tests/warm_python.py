@@ -322,6 +322,7 @@ def _be_a_child(arguments: list[str], cwd: str, env: dict[str, str], streams: li
     status = 1
     try:
         atexit._clear()
+        _unregister_operators()
         weakref.finalize._registry.clear()  # type: ignore[attr-defined]
         weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
         for name, module in list(sys.modules.items()):
@@ -347,6 +348,15 @@ def _be_a_child(arguments: list[str], cwd: str, env: dict[str, str], streams: li
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 stream.flush()
         os._exit(status)
+
+
+def _unregister_operators() -> None:
+    """Removes unisono's operators from torch, because the new program registers them again (custom_op does so by itself)."""
+    from torch.library import _del_library
+
+    for finalizer, info in list(weakref.finalize._registry.items()):  # type: ignore[attr-defined]
+        if info.func is _del_library and any(name.startswith("unisono::") for name in info.args[3]):
+            finalizer()
 
 
 def _is_installed(file: str) -> bool:
