@@ -351,7 +351,7 @@ def _be_a_child(arguments: list[str], cwd: str, env: dict[str, str], streams: li
 
 
 def _unregister_operators() -> None:
-    """Removes unisono's operators from torch, because the new program registers them again (custom_op does so by itself)."""
+    """Removes unisono's operators from torch, because the new program registers them again."""
     from torch.library import _del_library
 
     for finalizer, info in list(weakref.finalize._registry.items()):  # type: ignore[attr-defined]
