@@ -46,7 +46,7 @@ FREE: dict[str, dict[str, str]] = {
         "where the model lies; a LoRA's is known by its content": "model_path",
         "where and when samples are encoded": "cache_dir no_cache",
         "a run without it had no bad file": "leave_out_bad",
-        "the objective": "sigma_sampling logit_mean logit_std mode_scale shift first_frame",
+        "the objective": "sigma_sampling logit_mean logit_std mode_scale shift first_frame masked_loss unmasked_weight",
         "regularisation": "caption_dropout",
         "how fast attention is computed": "attention",
         "how the fixed held-out data is evaluated": "eval_levels",
