@@ -16,6 +16,7 @@ from unisono.quantize.layers import frozen_linears, quantize
 from unisono.recipes.wan.models.kernels import fused
 from unisono.recipes.wan.models.kernels.adapter import is_adapted
 from unisono.recipes.wan.models.kernels.block import make_fast
+from unisono.recipes.wan.models.adapters import ADAPTER, activate
 from unisono.recipes.wan.models.lora import add_lora
 
 FORMATS = pytest.mark.parametrize("base", ["plain", "fp8", "int8", "nf4"])
@@ -61,6 +62,38 @@ def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], 
     assert ours.keys() == theirs.keys() and len(ours) > 20
     for name, expected in theirs.items():
         assert (ours[name] - expected).norm() <= tolerance * expected.norm(), name
+
+
+@pytest.mark.parametrize("active", [[ADAPTER], ["second"], [], [ADAPTER, "second"]])
+def test_with_several_loras_only_the_active_ones_count(active: list[str]) -> None:
+    plain = model("plain")
+    add_lora(plain, 3, adapter="second")
+    for name, parameter in plain.named_parameters():
+        if ".lora_" in name:
+            torch.nn.init.normal_(parameter.requires_grad_(), std=0.05)
+    quick = fast(plain)
+    results = []
+    for transformer in (quick, plain):
+        activate(transformer, active)
+        layer = transformer.blocks[0].attn1.to_q
+        assert is_adapted(layer) == (len(active) == 1)
+        if not active:
+            transformer.proj_out.weight.requires_grad_()  # something must be trained
+        results.append(trained_or_none(transformer))
+    for name, expected in results[1].items():
+        assert (results[0][name] - expected).norm() <= 1e-5 * expected.norm() + 1e-9, name
+    of = {name for name in results[0] if any(f".{adapter}." in name for adapter in (ADAPTER, "second"))}
+    assert {name.split(".")[-2] for name in of} == set(active)
+
+
+def trained_or_none(transformer: Any) -> dict[str, torch.Tensor]:
+    """Like `trained`, without the weights that got no gradient."""
+    drawn = torch.Generator().manual_seed(1)
+    noisy, text, target = (torch.randn(*shape, generator=drawn) for shape in SHAPES)
+    velocity = transformer(noisy, torch.full((2,), 500.0), text, return_dict=False)[0]
+    (velocity - target).square().mean().backward()
+    gradients = {name: weight.grad for name, weight in transformer.named_parameters() if weight.grad is not None}
+    return {"velocity": velocity.detach(), **gradients}
 
 
 @FORMATS

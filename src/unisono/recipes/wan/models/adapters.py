@@ -25,6 +25,7 @@ from unisono.recipes.wan.models.weight_names import MAGNITUDE, plain_name
 from unisono.recipes.wan.settings import Kind
 
 ADAPTER = "default"
+"""The name that peft gives to the adapter of a transformer that has only one."""
 LOKR_PARTS = ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b")
 _ZERO_AT_FIRST = ("lokr_w2", "lokr_w2_b")  # as LyCORIS initialises them
 
@@ -39,13 +40,26 @@ def config_for(kind: Kind, rank: int, alpha: float, layers: Sequence[str], lokr_
     return LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(layers), use_dora=kind == "dora")  # type: ignore[arg-type]
 
 
-def adapter_layers(transformer: nn.Module) -> dict[str, Any]:
-    """The layers with an adapter, by their names without those of wrappers."""
+def adapter_layers(transformer: nn.Module, adapter: str = ADAPTER) -> dict[str, Any]:
+    """The layers with an adapter of this name, by their names without those of wrappers."""
     from peft.tuners.lokr import LoKrLayer
     from peft.tuners.lora import LoraLayer
 
     modules = ((plain_name(f"{name}.")[:-1], module) for name, module in transformer.named_modules())
-    return {name: module for name, module in modules if isinstance(module, LoraLayer | LoKrLayer)}
+    layers = {name: module for name, module in modules if isinstance(module, LoraLayer | LoKrLayer)}
+    return {name: layer for name, layer in layers.items() if adapter in layer.r}
+
+
+def activate(model: nn.Module, adapters: Sequence[str]) -> None:
+    """Makes the forward pass use exactly these LoRAs; they keep their requires_grad, unlike with peft's functions.
+
+    A block that recomputes its activations in the backward pass uses the LoRAs that are active then.
+    """
+    from peft.tuners.lora import LoraLayer
+
+    for module in model.modules():
+        if isinstance(module, LoraLayer):
+            module._active_adapter, module._disable_adapters = list(adapters), not adapters
 
 
 def kind_of(layer: Any) -> Kind:
@@ -66,12 +80,14 @@ def use_own_forward(layer: Any) -> None:
         magnitude.__class__ = _exact_dora(plain)
 
 
-def draw(layer: Any, name: str) -> None:
+def draw(layer: Any, name: str, adapter: str = ADAPTER) -> None:
     """Gives an adapter's weights their initial values, which depend on the layer's name; it has no effect at first.
 
     The magnitude of a DoRA stays where its layer's weight is: on the meta device it is filled like that weight.
     """
     seed = key_of(Purpose.WEIGHTS, torch.initial_seed(), crc32(name.encode()))
+    if adapter != ADAPTER:
+        seed = key_of(seed, crc32(adapter.encode()))
     generator = torch.Generator().manual_seed(seed & (2**63 - 1))
     if kind_of(layer) == "lokr":
         for part in LOKR_PARTS:
@@ -82,7 +98,7 @@ def draw(layer: Any, name: str) -> None:
                     nn.init.kaiming_uniform_(initial, a=math.sqrt(5), generator=generator)
                 values[ADAPTER] = nn.Parameter(_placed(initial, values[ADAPTER]))
         return
-    first, second = layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]
+    first, second = layer.lora_A[adapter], layer.lora_B[adapter]
     initial = torch.empty(first.weight.shape)
     nn.init.kaiming_uniform_(initial, a=math.sqrt(5), generator=generator)
     first.weight = nn.Parameter(_placed(initial, first.weight))

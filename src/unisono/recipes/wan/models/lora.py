@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,11 +61,13 @@ def add_lora(
     initialise: bool = True,
     kind: Kind = "lora",
     lokr_factor: int = -1,
+    adapter: str = ADAPTER,
 ) -> None:
     """Adds a LoRA, initially without effect, to the layers whose names end like `targets`, and freezes all else.
 
     The LoRA's weights are real even where the model is on the meta device. They are random by layer name, so it does
     not matter how the model was built. Without `initialise` they stay where they are. `kind` may be another adapter.
+    A transformer can have several plain LoRAs with different names (`adapter`); only the last one is then active.
     """
     if not 0 < rank <= _LARGEST_RANK:
         raise ConfigError(f"lora_rank: expected a whole number from 1 to {_LARGEST_RANK}, got {rank}")
@@ -72,16 +75,18 @@ def add_lora(
     if not 0 < alpha < math.inf:
         raise ConfigError(f"lora_alpha: expected a number above 0, got {alpha}")
     layers = targeted(transformer, targets)
-    transformer.add_adapter(config_for(kind, rank, alpha, layers, lokr_factor), adapter_name=ADAPTER)
-    for name, layer in adapter_layers(transformer).items():
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Already found a `peft_config`")  # a second LoRA is no mistake
+        transformer.add_adapter(config_for(kind, rank, alpha, layers, lokr_factor), adapter_name=adapter)
+    for name, layer in adapter_layers(transformer, adapter).items():
         use_own_forward(layer)
         if initialise:
-            draw(layer, name)
+            draw(layer, name, adapter)
 
 
 def targeted(transformer: nn.Module, targets: Sequence[str]) -> list[str]:
     """The full names of the layers that end like the targets."""
-    linear = [name for name, module in transformer.named_modules() if isinstance(module, nn.Linear)]
+    linear = list(_linear_layers(transformer))
     layers: list[str] = []
     for target in targets:
         ends = [name for name in linear if name == target or name.endswith(f".{target}")]
@@ -95,14 +100,24 @@ def targeted(transformer: nn.Module, targets: Sequence[str]) -> list[str]:
     return sorted(set(layers))
 
 
-def lora_state(transformer: nn.Module) -> dict[str, Tensor]:
+def _linear_layers(transformer: nn.Module) -> dict[str, nn.Linear]:
+    """The transformer's own linear layers by name, whether or not they have LoRAs."""
+    modules = transformer.named_modules()
+    return {
+        f"{name}.".replace(".base_layer.", ".")[:-1]: module
+        for name, module in modules
+        if isinstance(module, nn.Linear) and ".lora_" not in name
+    }
+
+
+def lora_state(transformer: nn.Module, adapter: str = ADAPTER) -> dict[str, Tensor]:
     """The adapter's weights on the CPU, by the names in files, with the scale multiplied in."""
     state = {}
-    for name, layer in adapter_layers(transformer).items():
+    for name, layer in adapter_layers(transformer, adapter).items():
         if kind_of(layer) != "lokr":
-            first, second = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
+            first, second = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
             state[f"{name}.lora_A.weight"] = first.detach().cpu().contiguous()
-            state[f"{name}.lora_B.weight"] = (second.detach() * layer.scaling[ADAPTER]).cpu().contiguous()
+            state[f"{name}.lora_B.weight"] = (second.detach() * layer.scaling[adapter]).cpu().contiguous()
         if kind_of(layer) != "lora":
             state |= {f"{name}.{part}": tensor for part, tensor in special_state(layer).items()}
     return state
@@ -188,7 +203,7 @@ def open_lora(transformer: nn.Module, path: Path, rank: int = 0, part: str = "tr
             (name for name in state if not name.endswith((".lora_A.weight", ".lora_B.weight"))), "an unpaired half"
         )
         raise ConfigError(f"{file}: only LoRAs of plain A and B matrices can be continued, not {odd}")
-    own = {name: module for name, module in transformer.named_modules() if isinstance(module, nn.Linear)}
+    own = _linear_layers(transformer)
     for name in sorted(pairs):
         first, second = state[f"{name}.lora_A.weight"], state[f"{name}.lora_B.weight"]
         linear = own.get(name)
@@ -222,7 +237,9 @@ def _special_file(file: Path, kind: Kind, state: Mapping[str, Tensor], rank: int
     return LoraFile(state, layers, rank_in_file, kind)
 
 
-def load_lora(transformer: Any, path: Path, alpha: float | None = None, part: str = "transformer") -> None:
+def load_lora(
+    transformer: Any, path: Path, alpha: float | None = None, part: str = "transformer", adapter: str = ADAPTER
+) -> None:
     """Adds the LoRA in a file (see `open_lora`) to continue training it, with its own rank.
 
     `alpha` (the rank unless given) changes how fast it learns from here on, not what it computes.
@@ -230,16 +247,16 @@ def load_lora(transformer: Any, path: Path, alpha: float | None = None, part: st
     lora = open_lora(transformer, path, part=part)
     state = lora.state
     # Layers of a smaller rank get extra directions, whose initial effect is zero.
-    add_lora(transformer, lora.rank, alpha, lora.layers, kind=lora.kind)
+    add_lora(transformer, lora.rank, alpha, lora.layers, kind=lora.kind, adapter=adapter)
     with torch.no_grad():
-        for name, layer in adapter_layers(transformer).items():
+        for name, layer in adapter_layers(transformer, adapter).items():
             if lora.kind != "lora":
                 put(layer, {part: state[f"{name}.{part}"] for part in SPECIAL_PARTS if f"{name}.{part}" in state})
             if lora.kind == "lokr":
                 continue
             first, second = state[f"{name}.lora_A.weight"], state[f"{name}.lora_B.weight"]
-            layer.lora_A[ADAPTER].weight[: len(first)] = first
-            layer.lora_B[ADAPTER].weight[:, : len(first)] = second / layer.scaling[ADAPTER]
+            layer.lora_A[adapter].weight[: len(first)] = first
+            layer.lora_B[adapter].weight[:, : len(first)] = second / layer.scaling[adapter]
 
 
 def _file(path: Path, part: str) -> Path:

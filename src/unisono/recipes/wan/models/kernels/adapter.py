@@ -20,7 +20,6 @@ from unisono.quantize.layers import FrozenLinear
 from unisono.quantize.operations import add_product_, quantised_rows
 from unisono.quantize.products import frozen_product
 
-_ADAPTER = "default"
 _PER_LAYER = 5  # tensors of a layer among the function's arguments
 
 
@@ -100,13 +99,14 @@ def is_adapted(layer: Any) -> bool:
     base = getattr(layer, "base_layer", None)
     if type(base) is not nn.Linear and type(base) is not FrozenLinear:
         return False
+    if not hasattr(layer, "lora_A"):  # a LoKr
+        return False
+    active = [name for name in layer.active_adapters if name in layer.lora_A]
     return (
-        hasattr(layer, "lora_A")  # not a LoKr
-        and type(layer).__name__ == "Linear"
-        and list(layer.active_adapters) == [_ADAPTER]
-        and list(layer.lora_A) == [_ADAPTER]
-        and not (layer.disable_adapters or layer.merged or layer.lora_variant or layer.lora_bias[_ADAPTER])
-        and type(layer.lora_dropout[_ADAPTER]) is nn.Identity
+        type(layer).__name__ == "Linear"
+        and len(active) == 1
+        and not (layer.disable_adapters or layer.merged or layer.lora_variant or layer.lora_bias[active[0]])
+        and type(layer.lora_dropout[active[0]]) is nn.Identity
         and not base.weight.requires_grad
         and (base.bias is None or not base.bias.requires_grad)
     )
@@ -123,9 +123,10 @@ def adapted(layers: Sequence[Any], x: Tensor, dtype: torch.dtype) -> list[Tensor
             kinds.append((base.format_name, base.in_features, base.fp8_products))
         else:
             kinds.append(None)
-        factors.append(float(layer.scaling[_ADAPTER]))
+        [active] = [name for name in layer.active_adapters if name in layer.lora_A]
+        factors.append(float(layer.scaling[active]))
         bias = None if base.bias is None else base.bias.to(dtype)
-        first, second = (half[_ADAPTER].weight.to(dtype) for half in (layer.lora_A, layer.lora_B))
+        first, second = (half[active].weight.to(dtype) for half in (layer.lora_A, layer.lora_B))
         tensors += [base.weight, getattr(base, "weight_scales", None), bias, first, second]
     outputs: tuple[Tensor, ...] = _Adapted.apply(x.to(dtype), tuple(kinds), tuple(factors), *tensors)  # type: ignore[no-untyped-call]
     return list(outputs)
