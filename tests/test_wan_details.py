@@ -149,10 +149,14 @@ def test_defaults_depend_on_the_model_and_never_override_the_users_settings() ->
     assert "num_previews" not in WanFlow.presets({**tiny, "dataset_path": "mine"})
     assert "max_steps" not in WanFlow.presets({**tiny, "num_epochs": 3})
     distill = {"teacher_path": "Tiny", "num_epochs": None, "feature_weight": 0.0}
+    distill |= {"objective": "regression", "lora_rank": 64}
     assert WanDistill.presets(distill) == DISTILL_TINY
     by_epochs = WanDistill.presets({**distill, "num_epochs": 3})
     assert by_epochs == {name: value for name, value in DISTILL_TINY.items() if name != "max_steps"}
     assert WanDistill.presets({**distill, "teacher_path": "mine"}) == {}
+    fast = {**distill, "objective": "dmd2", "teacher_path": "mine"}
+    assert WanDistill.presets(fast)["learning_rate"] > WanDistill.presets({**fast, "lora_rank": 0})["learning_rate"]
+    assert WanDistill.presets({**fast, "teacher_path": "tiny"})["lora_rank"] == 16
     assert WanDistill.presets({**distill, "teacher_path": "mine", "feature_weight": 0.1}) == {"compile": False}
 
 

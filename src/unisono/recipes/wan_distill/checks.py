@@ -9,11 +9,19 @@ from unisono.errors import ConfigError
 from unisono.recipes.common.checks import check_paths, check_range
 from unisono.recipes.wan.checks import check_frames, check_prompts
 
-_PATHS = ("teacher_path", "parts_path", "student_config", "data_path", "eval_data_path", "cache_dir")
+_PATHS = ("teacher_path", "parts_path", "student_config", "data_path", "eval_data_path", "cache_dir", "lora_path")
 _WEIGHTS = ("velocity_weight", "flow_weight", "trajectory_weight", "few_step_weight", "feature_weight")
+_ONLY_REGRESSION = {
+    **{"student_config": None, "init": "teacher", "layers": "even", "online": False, "refresh_every": 0},
+    **{"velocity_weight": 1.0, **dict.fromkeys(_WEIGHTS[1:], 0.0)},
+}
+"""Settings that only the objective regression has, and their defaults."""
+_LARGEST_RANK = 2**14
 _AT_LEAST = {"height": 0, "width": 0, "refresh_every": 0, "num_previews": 1}
-_AT_LEAST |= dict.fromkeys(("rollouts", "eval_rollouts", "rollout_batch", "teacher_steps", "pairs", "eval_levels"), 1)
-_AT_LEAST |= dict.fromkeys(("trajectory_points", "few_steps"), 1)
+_AT_LEAST |= dict.fromkeys(
+    ("rollouts", "eval_rollouts", "rollout_batch", "teacher_steps", "pairs", "eval_levels", "score_steps"), 1
+)
+_AT_LEAST |= dict.fromkeys(("trajectory_points", "few_steps", "score_steps"), 1)
 _AT_MOST = {"height": 16_384, "width": 16_384, "num_frames": 100_001, "rollout_batch": 65_536, "teacher_steps": 1000}
 _AT_MOST |= {
     "eval_rollouts": 1_000_000,
@@ -23,6 +31,7 @@ _AT_MOST |= {
     "few_steps": 1000,
     "num_previews": 10_000,
     "rollouts": 1_000_000,
+    "score_steps": 1000,
 }
 
 
@@ -39,6 +48,10 @@ def check_config(config: Any) -> None:
     if config.data_path == "shapes" and str(config.teacher_path).lower() != "tiny":
         raise ConfigError("data_path shapes needs the tiny teacher; pass a text file with one prompt per line")
     check_range(config, _AT_LEAST, _AT_MOST)
+    if config.objective == "dmd2":
+        _check_dmd2(config)
+    elif config.lora_path:
+        raise ConfigError("lora_path: only --objective dmd2 has a LoRA of yours in its teacher; remove lora_path")
     for name in _WEIGHTS:
         if not 0 <= getattr(config, name) < math.inf:
             raise ConfigError(f"{name}: expected a number of at least 0, got {getattr(config, name)}")
@@ -69,6 +82,31 @@ def check_config(config: Any) -> None:
     if not config.negative_prompt.isprintable():
         raise ConfigError("negative_prompt: expected one line of text")
     _check_online(config)
+
+
+def _check_dmd2(config: Any) -> None:
+    for name, usual in _ONLY_REGRESSION.items():
+        if getattr(config, name) != usual:
+            raise ConfigError(
+                f"{name}: the objective dmd2 trains a student of the teacher's architecture on its own samples; remove "
+                f"{name}, or use --objective regression"
+            )
+    if config.teacher_device_strategy == "balanced":
+        raise ConfigError("teacher_device_strategy balanced: objective dmd2 does not support it; use auto, gpu or cpu")
+    if not 0 <= config.lora_rank <= _LARGEST_RANK:
+        raise ConfigError(f"lora_rank: expected a whole number from 0 to {_LARGEST_RANK}, got {config.lora_rank}")
+    if config.lora_alpha is not None and not 0 < config.lora_alpha < math.inf:
+        raise ConfigError(f"lora_alpha: expected a number above 0, got {config.lora_alpha}")
+    if config.score_learning_rate is not None and not 0 < config.score_learning_rate < math.inf:
+        raise ConfigError(f"score_learning_rate: expected a number above 0, got {config.score_learning_rate}")
+    if not config.lora_rank:
+        for name in ("lora_alpha", "lora_targets", "lora_path"):
+            if getattr(config, name):
+                raise ConfigError(f"{name}: with lora_rank 0 all weights are trained; remove {name}, or set lora_rank")
+    elif config.teacher_dtype == "float8":
+        raise ConfigError(
+            "teacher_dtype float8: the teacher is the frozen base of the LoRAs; use --base_precision fp8, int8 or nf4"
+        )
 
 
 def _check_online(config: Any) -> None:

@@ -37,8 +37,24 @@ class SampleTime(NamedTuple):
 def held_out_metrics(
     recipe: WanDistill, model: Experts, batch: Mapping[str, Any], dtype: torch.dtype
 ) -> dict[str, Any]:
-    """Errors of the velocity by noise level and of the generated latents, and the time per sample."""
-    data, text, spec = batch["data"], batch["text"].to(dtype), recipe.setup.rollout_spec
+    """The objective's own metrics, the error of the generated latents, and the time per sample."""
+    data, text = batch["data"], batch["text"].to(dtype)
+    count = torch.tensor(float(len(data)), dtype=torch.float64, device=data.device)
+    student = recipe.objective.student(model)
+    metrics = recipe.objective.metrics(student, batch, text)
+    generated = generate(recipe.setup, student, batch["initial_noise"], text)
+    distance = (generated - data).square().flatten(1).sum(1) / data.square().flatten(1).sum(1)
+    metrics["latent_error"] = (distance.double().sum(), count)
+    metrics |= {name: (count * value, count) for name, value in speed(recipe.teacher_time, recipe.student_time).items()}
+    if int(batch["label"].min()) >= 0:
+        metrics |= _shape_metrics(recipe.setup, generated, batch["label"], "")
+        metrics |= _shape_metrics(recipe.setup, data, batch["label"], "teacher_")
+    return metrics
+
+
+def velocity_metrics(setup: Setup, model: Experts, batch: Mapping[str, Any], text: Tensor) -> dict[str, Any]:
+    """The error of the velocity, also by noise level."""
+    data, spec = batch["data"], setup.rollout_spec
     count = torch.tensor(float(len(data)), dtype=torch.float64, device=data.device)
     errors, sizes, levels = [], [], []
     for level in range(batch["sigma"].shape[1]):
@@ -49,20 +65,12 @@ def held_out_metrics(
         sizes.append(target.square().flatten(1).mean(1).double().sum())
         levels.append(sigma.double().sum())
     curve, size = torch.stack(errors), torch.stack(sizes)
-    generated = generate(recipe.setup, model, batch["initial_noise"], text)
-    distance = (generated - data).square().flatten(1).sum(1) / data.square().flatten(1).sum(1)
-    metrics = {
+    return {
         "velocity_error": (curve.mean(), count),
-        "latent_error": (distance.double().sum(), count),
         "velocity_error_by_level": (curve, count.expand(len(curve))),
         "relative_error_by_level": (curve, size),
         "sigma_by_level": (torch.stack(levels), count.expand(len(curve))),
     }
-    metrics |= {name: (count * value, count) for name, value in speed(recipe.teacher_time, recipe.student_time).items()}
-    if int(batch["label"].min()) >= 0:
-        metrics |= _shape_metrics(recipe.setup, generated, batch["label"], "")
-        metrics |= _shape_metrics(recipe.setup, data, batch["label"], "teacher_")
-    return {"loss": metrics["velocity_error"], **metrics}
 
 
 def speed(teacher: SampleTime | None, student: SampleTime | None) -> dict[str, float]:
@@ -83,7 +91,7 @@ def time_student(recipe: WanDistill, model: Experts) -> SampleTime | None:
     """
     if recipe.context.size > 1 or any(isinstance(module, FSDPModule) for module in model.modules()):
         return None
-    setup, device = recipe.setup, next(model.parameters()).device
+    setup, device, student = recipe.setup, next(model.parameters()).device, recipe.objective.student(model)
     batch_size = setup.rollout_spec.block
     seconds: list[float] = []
     try:
@@ -92,7 +100,7 @@ def time_student(recipe: WanDistill, model: Experts) -> SampleTime | None:
         text = text.expand(batch_size, -1, -1).contiguous()
         while len(seconds) < 2 or (len(seconds) < _MOST_BATCHES and sum(seconds) < _ENOUGH_S):
             start = time.perf_counter()
-            generate(setup, model, initial_noise, text).sum().item()  # waits for the device
+            generate(setup, student, initial_noise, text).sum().item()  # waits for the device
             seconds.append(time.perf_counter() - start)
     except Exception as error:
         if not is_out_of_memory(error):

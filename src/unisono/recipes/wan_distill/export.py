@@ -22,28 +22,35 @@ def write_student(setup: Setup, model: Experts, folder: Path, file_format: str |
         return write_native(folder, dict(model.named_children()), None, setup.encoders.text_length)
     if file_format == "comfyui":
         return write_comfyui(folder, dict(model.named_children()), None)
-    config, parts, prompt = setup.config, setup.parts, setup.preview_prompts[0]
+    parts, prompt = setup.parts, setup.preview_prompts[0]
     others = {name: kind for name, kind in parts.components.items() if name not in (HIGH, LOW, "scheduler")}
     # Does not export the teacher's scheduler, which may be for two experts, or for more steps than the student takes.
-    scheduler, steps = setup.student_scheduler()
+    scheduler, _ = setup.student_scheduler()
     source = replace(parts, transformers={}, components=others, boundary_ratio=None)
-    description = write_pipeline(folder, dict(model.named_children())[HIGH], source=source, boundary_ratio=None)
+    transformers = dict(model.named_children())
+    boundary = setup.boundary if LOW in transformers else None
+    description = write_pipeline(folder, **transformers, source=source, boundary_ratio=boundary)
     scheduler.save_pretrained(str(folder / "scheduler"))
     index = folder / "model_index.json"
     content = json.loads(index.read_text(encoding="utf-8"))
     content["scheduler"] = ["diffusers", type(scheduler).__name__]
     index.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    shape, factor = setup.shape, setup.encoders.geometry.spatial_factor
-    call = {
-        "height": shape[2] * factor,
-        "width": shape[3] * factor,
-        "num_frames": config.num_frames,
-        "num_inference_steps": steps,
-        "guidance_scale": 1.0,
-        # The pipeline pads every prompt to this length, and the transformer attends to the padding.
-        "max_sequence_length": setup.encoders.text_length,
-    }
+    call = arguments_of(setup)
     # This file is for users who have nothing but this folder; diffusers ignores it.
     (folder / HOW_TO_DRAW).write_text(json.dumps(call, indent=2) + "\n", encoding="utf-8")
     flags = ", ".join(f"{name}={value}" for name, value in call.items())
     return f"{description}; use it with WanPipeline.from_pretrained({str(folder)!r})({prompt!r}, {flags})"
+
+
+def arguments_of(setup: Setup) -> dict[str, int | float]:
+    """The arguments to call the student's pipeline with."""
+    shape, factor = setup.shape, setup.encoders.geometry.spatial_factor
+    return {
+        "height": shape[2] * factor,
+        "width": shape[3] * factor,
+        "num_frames": setup.config.num_frames,
+        "num_inference_steps": setup.student_scheduler()[1],
+        "guidance_scale": 1.0,
+        # The pipeline pads every prompt to this length, and the transformer attends to the padding.
+        "max_sequence_length": setup.encoders.text_length,
+    }

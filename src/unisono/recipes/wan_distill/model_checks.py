@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from unisono.errors import ConfigError
+from unisono.recipes.wan.models.load import build_meta
+from unisono.recipes.wan.models.lora import open_lora, targeted
 from unisono.recipes.wan.models.weights import open_weights
 from unisono.recipes.wan_distill.models.pruning import check_plan
 from unisono.recipes.wan_distill.models.student import complete_config
 from unisono.recipes.wan_distill.setup import Setup
+from unisono.recipes.wan_flow.model_checks import lora_targets
 
 
 def check_models(setup: Setup) -> None:
@@ -15,7 +18,9 @@ def check_models(setup: Setup) -> None:
     setup.encoders.check_files()
     for path in setup.teacher.transformers.values():
         open_weights(path)
-    if setup.config.init == "teacher":
+    if setup.config.objective == "dmd2":
+        _check_loras(setup)
+    elif setup.config.init == "teacher":
         check_plan(complete_config(setup.teacher_config), complete_config(setup.student.config), setup.config.layers)
     if setup.config.feature_weight:
         _check_features(setup)
@@ -35,3 +40,13 @@ def _check_features(setup: Setup) -> None:
             f"feature_weight compares layers of the same width, but the student's is {student} and the teacher's "
             f"{teacher}; remove feature_weight, or use a student of width {teacher}"
         )
+
+
+def _check_loras(setup: Setup) -> None:
+    """Raises ConfigError for lora_targets that the teacher does not have, and for a LoRA that does not fit it."""
+    for name in setup.teacher.transformers:
+        transformer = build_meta(setup.teacher_config)
+        if setup.config.lora_rank:
+            targeted(transformer, lora_targets(setup.config))
+        if setup.lora:
+            open_lora(transformer, setup.lora, part=name)

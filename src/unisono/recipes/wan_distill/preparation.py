@@ -25,7 +25,7 @@ from unisono.recipes.wan_distill.models.teacher import Teacher, load_teacher
 from unisono.recipes.wan_distill.models.tiny_teacher import make
 from unisono.recipes.wan_distill.setup import Setup
 
-_SPLITS = {"train": "for training", "eval": "for evaluation", "preview": "for previews"}
+_PURPOSES = {"train": "for training", "eval": "for evaluation", "preview": "for previews"}
 
 
 def prepare(setup: Setup, kernel: Kernel, work: Work) -> None:
@@ -45,15 +45,13 @@ def prepare(setup: Setup, kernel: Kernel, work: Work) -> None:
         work.message(f"{num_long:,} prompts have {setup.text_tokens} tokens or more; the rest is truncated")
     kernel.measure(work, setup.student.config, setup.encoders.geometry.tokens(setup.shape))
     with loaded_on_demand(lambda: load(setup, work), work.device) as teacher:
-        for split, purpose in _SPLITS.items():
-            if split == "eval" and not setup.prompts.held_out:
-                continue
-            seconds = setup.rollouts(split).fill(work, teacher, setup.text, purpose)
-            if split == "train":
+        for split in setup.splits:
+            seconds = setup.rollouts(split).fill(work, teacher, setup.text, _PURPOSES[split])
+            if split == setup.splits[0]:
                 _store_time(setup, seconds[1:], work)  # the first block compiles, or warms up the device
         if work.meet():  # importance is measured on samples of all ranks
             return
-        if setup.config.init == "teacher":
+        if setup.config.init == "teacher" and setup.config.objective == "regression":
             for file in work.share([setup.pruning_plan_file]):
                 _plan_pruning(file, setup, teacher)
     if setup.backend.endswith("compiled"):
@@ -73,6 +71,7 @@ def load(setup: Setup, work: Work) -> Teacher:
         work.device,
         compiled=config.compile_teacher,
         base_precision=setup.base_precision,
+        lora=setup.lora,
     )
     work.message(description)
     return teacher

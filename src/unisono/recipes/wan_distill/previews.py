@@ -24,13 +24,13 @@ def previews(recipe: WanDistill, model: Experts) -> Mapping[str, Any]:
     from unisono.recipes.wan.data.render import grid, labelled
 
     device = next(model.parameters()).device
-    setup = recipe.setup
+    setup, trained = recipe.setup, recipe.objective.student(model)
     vae, samples = setup.encoders.vae(), setup.rollouts("preview").open()
 
     def both(number: int) -> tuple[Tensor, Tensor]:
         initial_noise = samples.spec.initial_noise(*samples.items[number])[None].to(device)
         text = setup.text(samples.items[number][0])[None].to(device, compute_dtype(initial_noise))
-        latents = torch.cat([samples.data(number)[None].to(device), generate(setup, model, initial_noise, text)])
+        latents = torch.cat([samples.data(number)[None].to(device), generate(setup, trained, initial_noise, text)])
         teacher, student = decoded_frames(vae, latents)
         return teacher, student
 

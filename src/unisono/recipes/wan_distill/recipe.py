@@ -1,9 +1,11 @@
-"""The recipe `wan-distill`: trains a smaller Wan to generate what a large one generates from the same prompts.
+"""The recipe `wan-distill`: trains a smaller or faster Wan to generate what a large one generates.
 
-The teacher generates samples from the prompts once (`data/rollouts.py`) and is then freed, or stays in memory
-(`online`). The student (`models/student.py`) starts from a subset of the teacher's weights (`models/pruning.py`) and
-learns the velocity of the guided teacher (`loss.py`), so that it needs no guidance. `previews.py` shows both side by
-side, and `export.py` writes a pipeline that diffusers loads. `setup.py` derives all of this from the settings.
+With the objective regression (`regression.py`), the teacher generates samples from the prompts once
+(`data/rollouts.py`) and is then freed, or stays in memory (`online`). The student (`models/student.py`) starts from a
+subset of the teacher's weights (`models/pruning.py`) and learns the velocity of the guided teacher (`loss.py`), so that
+it needs no guidance. With the objective dmd2 (`dmd2/`), a student of the teacher's size learns to sample in a few
+steps. `previews.py` shows teacher and student side by side, and `export.py` writes a pipeline that diffusers loads.
+`setup.py` derives all of this from the settings.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from unisono.engine.recipe import Loss, Work
+from unisono.engine.recipe import Group, Loss, Work
 from unisono.errors import ConfigError
 from unisono.recipes.wan.recipe import WanRecipe
 from unisono.recipes.wan.settings import DEFAULTS
@@ -26,15 +28,14 @@ if TYPE_CHECKING:  # `unisono train wan-distill --help` need not wait for torch
 
     from unisono.data.noise import Noise
     from unisono.parallel.materialize import Weights
-    from unisono.recipes.wan_distill.data.rollouts import Samples
+    from unisono.recipes.wan_distill.dmd2.objective import Dmd2
     from unisono.recipes.wan_distill.evaluation import SampleTime
-    from unisono.recipes.wan_distill.loss import DistillationLoss
-    from unisono.recipes.wan_distill.models.teacher import Teacher
+    from unisono.recipes.wan_distill.regression import Regression
     from unisono.recipes.wan_distill.setup import Setup
 
 
 class WanDistill(WanRecipe):
-    """Distils a Wan model into a smaller one, from prompts alone."""
+    """Distils a Wan model into a smaller or faster one, from prompts alone."""
 
     defaults: ClassVar[Mapping[str, Any]] = DEFAULTS | {"batch_size": 2, "learning_rate": 1e-4, "ema_decay": 0.999}
     aliases: ClassVar[Mapping[str, str]] = settings.ALIASES
@@ -46,19 +47,23 @@ class WanDistill(WanRecipe):
         *("text_dtype", "teacher_dtype", "guidance", "guidance_2", "negative_prompt", "shift", "sigma_sampling"),
         *("rollout_batch", "pairs", "eval_levels", "trajectory_points", "few_steps", "online"),
         # The student:
-        *("student_config", "init", "layers"),
+        *("objective", "student_config", "init", "layers"),
+        *("lora_rank", "lora_alpha", "lora_targets", "lora_path", "score_steps"),
     )
     Config = settings.Config
     has_frozen_weights = True  # those of the teacher
 
     @classmethod
     def presets(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Defaults for the tiny teacher on a CPU; a loss on hidden states needs uncompiled blocks."""
+        """Defaults of the objective and for the tiny teacher; a loss on hidden states needs uncompiled blocks."""
         defaults: dict[str, Any] = {"compile": False} if values["feature_weight"] else {}
+        is_dmd2 = values["objective"] == "dmd2"
+        if is_dmd2:
+            defaults |= settings.DMD2 if values["lora_rank"] else settings.DMD2_WHOLE
         if str(values["teacher_path"]).lower() == "tiny":
             by_epochs = values["num_epochs"] is not None  # the user has set the length of the run
-            tiny = settings.TINY.items()
-            defaults |= {name: value for name, value in tiny if not (by_epochs and name == "max_steps")}
+            tiny = settings.TINY | (settings.TINY_DMD2 if is_dmd2 else {})
+            defaults |= {name: value for name, value in tiny.items() if not (by_epochs and name == "max_steps")}
         return defaults
 
     def __init__(self, config: Any) -> None:
@@ -69,8 +74,6 @@ class WanDistill(WanRecipe):
         self.student_time: SampleTime | None = None
         """Time per sample of each model, in batches of the same size; None until measured."""
         self._is_timed = False
-        self._teacher: Teacher | None = None
-        self._samples: Samples | None = None
 
     @cached_property
     def setup(self) -> Setup:
@@ -78,6 +81,17 @@ class WanDistill(WanRecipe):
         from unisono.recipes.wan_distill.setup import Setup
 
         return Setup(self.config, self.base_precision)
+
+    @cached_property
+    def objective(self) -> Regression | Dmd2:
+        """What the student learns, and how."""
+        if self.config.objective == "dmd2":
+            from unisono.recipes.wan_distill.dmd2.objective import Dmd2
+
+            return Dmd2(self)
+        from unisono.recipes.wan_distill.regression import Regression
+
+        return Regression(self)
 
     def check_settings(self, settings: Any) -> None:
         """Rejects two storage formats for the teacher, and online with dp (one teacher for all GPUs) or cuda_graph."""
@@ -91,6 +105,8 @@ class WanDistill(WanRecipe):
             raise ConfigError("online: --strategy dp has the teacher on one GPU only; use ddp or fsdp")
         if self.config.online and settings.precision.cuda_graph:
             raise ConfigError("online: a step that queries the teacher cannot be recorded; remove --cuda_graph")
+        if self.config.objective == "dmd2" and settings.parallel.strategy == "dp":
+            raise ConfigError("objective dmd2: --strategy dp copies the model in every step; use ddp or fsdp")
 
     def metric_names(self) -> Collection[str]:
         """The distance between student and teacher; for the tiny teacher also the accuracy of generated samples."""
@@ -101,7 +117,7 @@ class WanDistill(WanRecipe):
             return ()
         recognised = ("colour", "shape") if self.setup.is_tiny and None not in labels(held_out) else ()
         names = (f"{who}{what}" for who in ("", "teacher_") for what in recognised)
-        return ("loss", "velocity_error", "latent_error", "seconds_per_sample", *names)
+        return (*self.objective.metric_names(), "latent_error", "seconds_per_sample", *names)
 
     # Before training: the teacher's roll-outs ----------------------------------------------------------------------
 
@@ -113,126 +129,58 @@ class WanDistill(WanRecipe):
         setup.device, setup.seed, setup.num_ranks = work.device, work.seed, len(work.gather(None))
         setup.folder = Path(self.config.cache_dir).expanduser() if self.config.cache_dir else work.folder
         prepare(setup, self.kernel, work)
+        self.objective.prepare(work)
 
     def refresh(self, step: int, work: Work) -> None:
         """With the setting online, generates new samples for the next steps."""
-        assert self._teacher is not None
-        rollouts = self.setup.rollouts("train", step // self.refresh_every)
-        teacher, purpose = self._teacher, f"for the steps after {step}"
-        if teacher.is_sharded:
-            rollouts.fill_together(work, teacher, self.setup.text, purpose)
-        else:
-            rollouts.fill(work, lambda: teacher, self.setup.text, purpose)
-        if not work.meet():
-            self._samples = rollouts.open()
+        self.objective.refresh(step, work)
 
     # The models ----------------------------------------------------------------------------------------------------
 
-    def model(self) -> nn.Module:
-        """The student; on the meta device when it starts from the teacher's weights."""
-        from unisono.recipes.wan.models.experts import HIGH, Experts
-        from unisono.recipes.wan.models.load import build, build_meta
-        from unisono.recipes.wan_distill.models.random_weights import initialise_randomly
+    def groups(self) -> Sequence[Group]:
+        """With the objective dmd2, the score and the student."""
+        return self.objective.groups()
 
-        if self.config.init == "fresh":
-            transformer = build(self.setup.student.config)
-            initialise_randomly(transformer, self.setup.seed)
-        else:
-            transformer = build_meta(self.setup.student.config)
-        return Experts({HIGH: self.optimised(transformer)}, None)
+    def model(self) -> nn.Module:
+        """The student; with the objective dmd2, the student and the score."""
+        return self.objective.model()
 
     def weights(self, model: nn.Module) -> Weights | None:
-        """The subset of the teacher's weights that `prepare` planned; None for random weights."""
-        from unisono.recipes.wan_distill.models.pruned_weights import PrunedWeights
+        """The initial weights, from the teacher's files; None for random weights."""
+        return self.objective.weights()
 
-        if self.config.init == "fresh":
-            return None
-        return PrunedWeights(lambda: (self.setup.source_weights, self.setup.pruning_plan()))
+    def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
+        """The transformer blocks."""
+        return [block for transformer in self.objective.transformers(model) for block in transformer.blocks]  # type: ignore[union-attr]
 
     def frozen(self) -> Mapping[str, nn.Module]:
-        """With the setting online, the teacher."""
-        from unisono.recipes.wan_distill.models.teacher import Teacher, build_on_meta, dtype_of
-        from unisono.recipes.wan_distill.preparation import load
-
-        if not self.config.online:
-            return {}
-        setup = self.setup
-        if self.config.teacher_device_strategy == "balanced":
-            dtype = dtype_of(self.config.teacher_dtype, setup.device)
-            experts = build_on_meta(setup.teacher, dtype, is_sharded=True)
-            self._teacher = Teacher(experts, setup.guidance, dtype, is_sharded=True)
-        else:
-            messages: list[str] = []
-            self._teacher = load(setup, Work(setup.folder, device=setup.device, _say=messages.append))
-            self.remarks = [*self.remarks, *messages]
-        for transformer in self._teacher.experts.children():
-            self.divided(transformer)
-        return {} if self._teacher.places_itself else dict(self._teacher.experts.named_children())
+        """The teacher, if training steps query it and it is not part of the model."""
+        return self.objective.frozen()
 
     def sharded(self) -> Mapping[str, tuple[Weights, Sequence[str]]]:
         """With teacher_device_strategy balanced, the teacher, whose weights are sharded."""
-        from unisono.recipes.wan.models.load import build_meta
-        from unisono.recipes.wan.models.weights import open_weights
-        from unisono.recipes.wan_distill.models.teacher import float32_names
-
-        if not (self.config.online and self.config.teacher_device_strategy == "balanced"):
-            return {}
-        in_float32 = float32_names(build_meta(self.setup.teacher_config))
-        paths = self.setup.teacher.transformers.items()
-        return {name: (open_weights(path), in_float32) for name, path in paths}
+        return self.objective.sharded()
 
     # Training ------------------------------------------------------------------------------------------------------
 
     def dataset(self, split: str) -> Any:
-        """The teacher's samples."""
+        """The teacher's samples or, to train with the objective dmd2, the prompts."""
         from unisono.recipes.wan.checks import check_tokens
-        from unisono.recipes.wan_distill.data.datasets import EvalDataset, OnlineDataset, RolloutDataset
+        from unisono.recipes.wan_distill.data.datasets import EvalDataset
 
         setup = self.setup
         check_tokens([setup.shape], setup.student.config["patch_size"], self.context_size)
         self.teacher_time = setup.teacher_time()
-        self.remarks = self._remarks()
+        self.remarks = [*self.objective.remarks(), *setup.student.remarks, *setup.prompts.remarks]
         if split == "eval":
             if not setup.prompts.held_out:
                 return None
             return EvalDataset(setup.rollouts("eval").open(), setup.text, has_labels=setup.is_tiny)
-        self._samples = setup.rollouts("train").open()
-        return (OnlineDataset if self.refresh_every else RolloutDataset)(self._samples, setup.text)
-
-    def _remarks(self) -> list[str]:
-        from unisono.recipes.wan_distill.models.student import num_weights
-
-        setup = self.setup
-        student, teacher = (num_weights(config) for config in (setup.student.config, setup.teacher_config))
-        teacher *= len(setup.teacher.transformers)
-        remarks = [f"the student has {student:,} weights, {student / teacher:.2f} of the teacher's {teacher:,}"]
-        if self.config.init == "teacher":
-            remarks.append(setup.pruning_plan().summary)
-        return [*remarks, *setup.student.remarks, *setup.prompts.remarks]
-
-    @cached_property
-    def _distillation_loss(self) -> DistillationLoss:
-        from unisono.recipes.wan_distill.loss import DistillationLoss, Weights
-
-        config, setup = self.config, self.setup
-        weights = Weights(
-            velocity=config.velocity_weight,
-            flow=config.flow_weight,
-            trajectory=config.trajectory_weight,
-            few_step=config.few_step_weight,
-            feature=config.feature_weight,
-        )
-        layers = setup.pruning_plan().layers if config.feature_weight else ()
-        empty = setup.text(config.negative_prompt) if config.online else None
-        return DistillationLoss(weights, setup.rollout_spec, self._teacher, empty, layers, self.context.sum)
+        return self.objective.dataset()
 
     def loss(self, model: nn.Module, batch: Any, noise: Noise) -> Loss:
-        """The weighted sum of the losses: the mean over each sample's elements, summed over samples."""
-        from unisono.recipes.wan_distill.data.datasets import stacked
-
-        assert self._samples is not None
-        data = batch["data"] if "data" in batch else stacked(self._samples, batch["number"])
-        return self._distillation_loss.loss(model, batch, data, noise, self.compute_dtype(model, data))  # type: ignore[arg-type]
+        """The loss of the objective: a mean over each sample's elements, summed over samples."""
+        return self.objective.loss(model, batch, noise)
 
     def before_evaluation(self, model: nn.Module) -> None:
         """Measures the student's time per sample, only once because training does not change it."""
@@ -255,8 +203,5 @@ class WanDistill(WanRecipe):
         return previews(self, model)  # type: ignore[arg-type]
 
     def export(self, model: nn.Module, folder: Path) -> None:
-        """Writes a folder for `WanPipeline.from_pretrained`."""
-        from unisono.recipes.wan_distill.export import write_student
-
-        description = write_student(self.setup, model, folder, self.export_format)  # type: ignore[arg-type]
-        print(f"unisono: {description}", file=sys.stderr)
+        """Writes a folder for `WanPipeline.from_pretrained`, or LoRA files for `load_lora_weights`."""
+        print(f"unisono: {self.objective.export(model, folder, self.export_format)}", file=sys.stderr)

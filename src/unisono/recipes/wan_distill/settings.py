@@ -26,6 +26,8 @@ ALIASES = {
 class Config(Recipe.Config):
     """Distillation of a Wan model into a smaller one"""
 
+    objective: Literal["regression", "dmd2"] = "regression"
+    """What the student learns: regression reproduces the guided teacher's velocities, for a smaller model. dmd2 (distribution matching) trains the teacher's own size to sample in few_steps steps without guidance."""
     teacher_path: str | None = None
     """Teacher: a diffusers folder, a hub id, a checkpoint folder in Wan's original format, or one .safetensors file; `tiny` trains a small teacher first."""
     parts_path: str | None = None
@@ -99,9 +101,23 @@ class Config(Recipe.Config):
     few_step_weight: float = 0.0
     """Weight of the loss that predicts the end of the teacher's trajectory from a few of its points."""
     few_steps: int = 4
-    """Number of trajectory points for few_step_weight, and of the student's sampler steps; teacher_steps must be a multiple of it."""
+    """Number of the student's sampler steps with objective dmd2 or few_step_weight; for the latter, teacher_steps must be a multiple of it."""
     feature_weight: float = 0.0
     """Weight of the loss between hidden states of matching layers; needs online and a student as wide as the teacher."""
+
+    lora_rank: int = 64
+    """Rank of the two LoRAs of objective dmd2, the student's and the score's. 0 trains all weights of both instead, which takes three times the teacher's memory and the optimizer state of two models."""
+    lora_alpha: float | None = None
+    """LoRA alpha; the output of a LoRA is scaled by lora_alpha / rank. Default: the rank."""
+    lora_targets: str = ""
+    """Name endings of the layers that get a LoRA, separated by commas. Default: attention and feed-forward layers."""
+    lora_path: str | None = None
+    """LoRA file that is part of the teacher, with objective dmd2. Use it together with the student's LoRA afterwards."""
+    score_steps: int = 5
+    """Number of training steps of the score between two of the student, with objective dmd2. More follow the student's distribution more closely."""
+    score_learning_rate: float | None = None
+    """Learning rate of the score, with objective dmd2. Default: learning_rate."""
+
     attention: Attention = "auto"
     """Attention kernel on a GPU; auto measures which one is fastest."""
 
@@ -129,6 +145,18 @@ TINY = {
     "preview_every": 600,
 }
 """Defaults for the tiny teacher on a CPU."""
+
+DMD2 = {"learning_rate": 2e-5, "beta1": 0.0, "warmup_steps": 20, "ema_decay": 0.99}
+"""Defaults of the objective dmd2 with LoRAs. A momentum would follow a score that has changed since."""
+
+DMD2_WHOLE = {**DMD2, "learning_rate": 2e-6}
+"""Defaults of the objective dmd2 for all weights."""
+
+TINY_DMD2 = {
+    **{"learning_rate": 1e-3, "score_learning_rate": 2e-3, "lora_rank": 16, "max_steps": 360, "ema_decay": 0.95},
+    **{"eval_every": 360, "preview_every": 360, "eval_rollouts": 6, "warmup_steps": 0, "beta1": 0.0},
+}
+"""Defaults of the objective dmd2 for the tiny teacher."""
 
 TINY_STUDENT = {"num_attention_heads": 2, "attention_head_dim": 24, "ffn_dim": 192, "num_layers": 3}
 """The student of the tiny teacher: half its width, 0.21 of its weights."""

@@ -98,7 +98,8 @@ class Setup(ModelPair):
             block=config.rollout_batch,
             spread=NoiseLevels(config.sigma_sampling, shift=config.shift),
         )
-        pairs = config.pairs if config.velocity_weight and not config.online else 0
+        is_stored = config.velocity_weight and not config.online and config.objective == "regression"
+        pairs = config.pairs if is_stored else 0
         return replace(spec, pairs=pairs, points=self._points(spec.sigmas))
 
     @property
@@ -121,6 +122,8 @@ class Setup(ModelPair):
     def _points(self, sigmas: Sequence[float]) -> tuple[int, ...]:
         """The sampler steps to store: evenly spaced steps, or the few steps that the student takes."""
         config = self.config
+        if config.objective == "dmd2":
+            return ()
         if config.few_step_weight:  # checks.py guarantees that teacher_steps is a multiple of few_steps
             return tuple(range(0, config.teacher_steps, config.teacher_steps // config.few_steps))
         number = min(config.trajectory_points, len(sigmas)) if config.trajectory_weight else 0
@@ -136,14 +139,21 @@ class Setup(ModelPair):
         samples_only = replace(self.rollout_spec, pairs=0, points=())
         if split == "preview":
             return Rollouts(folder, samples_only, self.preview_prompts, 1)
-        with_levels = replace(samples_only, pairs=config.eval_levels, fixed=True)
+        levels = config.eval_levels if config.objective == "regression" else 0
+        with_levels = replace(samples_only, pairs=levels, fixed=True)
         return Rollouts(folder, with_levels, self.prompts.held_out, config.eval_rollouts)
+
+    @property
+    def splits(self) -> Sequence[str]:
+        """The splits whose samples the teacher generates; the teacher's time is measured on the first one."""
+        held_out = ["eval"] if self.prompts.held_out else []
+        return [*held_out, "preview"] if self.config.objective == "dmd2" else ["train", *held_out, "preview"]
 
     @property
     def times_file(self) -> Path:
         """The file with the teacher's seconds per sample; each kind of machine and number of ranks has its own."""
         name = torch.cuda.get_device_name(self.device) if self.device.startswith("cuda") else "cpu"
-        key = combined("median", self.rollouts("train").key, name, torch.get_num_threads(), self.num_ranks)
+        key = combined("median", self.rollouts(self.splits[0]).key, name, torch.get_num_threads(), self.num_ranks)
         return self.folder / f"seconds_{key[:16]}.json"
 
     def teacher_time(self) -> SampleTime | None:
@@ -181,6 +191,6 @@ class Setup(ModelPair):
         """The student's scheduler and its number of steps."""
         config = self.config
         sampler, steps = config.teacher_sampler, config.teacher_steps
-        if config.few_step_weight:
+        if config.few_step_weight or config.objective == "dmd2":
             sampler, steps = "euler", config.few_steps
         return scheduler_of(sampler, config.shift, steps), steps

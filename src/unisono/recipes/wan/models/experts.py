@@ -47,7 +47,7 @@ class Experts(nn.Module):
         """The velocity at [batch, ...] points of these noise levels; `times` are timesteps per token (TI2V)."""
         times = sigma * TIMESTEPS if times is None else times
         if not self.both:
-            return _velocity(next(iter(self.children())), noisy, times, text)
+            return velocity_of(next(iter(self.children())), noisy, times, text)
         assert self.boundary is not None
         # Each sample goes to its expert. An expert without samples computes one and discards the result, because under
         # FSDP all ranks must run the same collectives.
@@ -59,12 +59,13 @@ class Experts(nn.Module):
             if discarded and not self._shared_by_ranks:
                 continue
             rows = rows.new_zeros(1) if discarded else rows
-            part = _velocity(self._modules[name], noisy[rows], times[rows], text[rows])  # type: ignore[arg-type]
+            part = velocity_of(self._modules[name], noisy[rows], times[rows], text[rows])  # type: ignore[arg-type]
             velocity = velocity.index_add(0, rows, (part * 0 if discarded else part).to(velocity.dtype))
         return velocity
 
 
-def _velocity(transformer: nn.Module, noisy: Tensor, times: Tensor, text: Tensor) -> Tensor:
+def velocity_of(transformer: nn.Module, noisy: Tensor, times: Tensor, text: Tensor) -> Tensor:
+    """The velocity that one transformer predicts."""
     velocity: Tensor = transformer(noisy, times, text, return_dict=False)[0]
     return velocity
 

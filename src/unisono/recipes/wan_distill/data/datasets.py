@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -49,8 +50,21 @@ class OnlineDataset(Dataset[Item]):
         return {"number": torch.tensor(index), "text": self._embed(self._prompts[index])}
 
 
+class PromptDataset(Dataset[Item]):
+    """Training items for a student that generates its own samples: the embeddings of the prompts."""
+
+    def __init__(self, prompts: Sequence[str], embed: Embed) -> None:
+        self._prompts, self._embed = prompts, embed
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def __getitem__(self, index: int) -> Item:
+        return {"text": self._embed(self._prompts[index])}
+
+
 class EvalDataset(Dataset[Item]):
-    """Held-out samples, each with its starting noise and the teacher's velocities at all noise levels."""
+    """Held-out samples, each with its starting noise and the teacher's velocities at the noise levels of the spec."""
 
     def __init__(self, samples: Samples, embed: Embed, *, has_labels: bool) -> None:
         """`has_labels`: whether the prompts name built-in shapes, so that generated samples can be classified."""
@@ -63,7 +77,7 @@ class EvalDataset(Dataset[Item]):
     def __getitem__(self, index: int) -> Item:
         samples = self.samples
         pairs = [samples.pair(index, level) for level in range(samples.spec.pairs)]
-        item = {name: torch.stack([pair[name] for pair in pairs]) for name in pairs[0]}
+        item = {name: torch.stack([pair[name] for pair in pairs]) for name in (pairs[0] if pairs else ())}
         item |= {"data": samples.data(index), "initial_noise": samples.spec.initial_noise(*samples.items[index])}
         label = self._labels[index]
         item["label"] = torch.tensor(label if label is not None else (-1, -1))

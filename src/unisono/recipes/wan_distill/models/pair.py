@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from unisono.recipes.wan.models.experts import HIGH, LOW
 from unisono.recipes.wan.models.load import WanFolder, describe, transformer_config
 from unisono.recipes.wan.models.unsupported import refuse_channels
 from unisono.recipes.wan.models.weights import Weights, open_weights
-from unisono.recipes.wan_distill.models.student import Student, student_of
+from unisono.recipes.wan_distill.models.student import Student, complete_config, student_of
 from unisono.recipes.wan_distill.models.teacher import Guidance
 from unisono.recipes.wan_distill.models.tiny_teacher import folder_of
 from unisono.recipes.wan_distill.settings import TINY_STUDENT
@@ -48,10 +49,21 @@ class ModelPair:
         refuse_channels(config, f"teacher_path {self.config.teacher_path}")
         return config
 
+    @property
+    def boundary(self) -> float | None:
+        """The noise level that divides the teacher's experts; None for a single transformer."""
+        return self.teacher.boundary_ratio if len(self.teacher.transformers) > 1 else None
+
     @cached_property
     def fingerprint(self) -> str:
         """A hash of the teacher's weights and configuration."""
-        return of_model(self.teacher.transformers.values(), str(self.teacher.boundary_ratio))
+        files = [*self.teacher.transformers.values(), *([self.lora] if self.lora else [])]
+        return of_model(files, str(self.teacher.boundary_ratio))
+
+    @property
+    def lora(self) -> Path | None:
+        """The LoRA that is part of the teacher."""
+        return Path(self.config.lora_path).expanduser() if self.config.lora_path else None
 
     @cached_property
     def guidance(self) -> Guidance:
@@ -84,7 +96,9 @@ class ModelPair:
 
     @cached_property
     def student(self) -> Student:
-        """The student's configuration."""
+        """The student's configuration; with the objective dmd2, the teacher's."""
+        if self.config.objective == "dmd2":
+            return Student(complete_config(self.teacher_config))
         if self.is_tiny and self.config.student_config is None:
             return replace(student_of(None, self.teacher_config, 1), config={**self.teacher_config, **TINY_STUDENT})
         return student_of(self.config.student_config, self.teacher_config, self.encoders.geometry.spatial_factor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from unisono.quantize.products import has_fp8_products
 from unisono.quantize.weights import QuantizedWeights
 from unisono.recipes.wan.models.experts import Experts
 from unisono.recipes.wan.models.load import WanFolder, build_meta, transformer_config
+from unisono.recipes.wan.models.lora import load_lora
 from unisono.recipes.wan.models.weights import check_fit, fill, open_weights
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float8": torch.bfloat16}
@@ -34,6 +36,28 @@ class Guidance(NamedTuple):
         low = self.high if boundary is None else self.low
         return torch.where(sigma >= (boundary or 0.0), self.high, low).to(sigma.dtype)
 
+    def is_off(self, boundary: float | None) -> bool:
+        """Whether no noise level is guided; decided on Python numbers, because reading a tensor waits for the GPU."""
+        return self.high == 1 and (boundary is None or self.low == 1)
+
+
+def guided_velocity(
+    model: Callable[[Tensor, Tensor, Tensor], Tensor],
+    guidance: Guidance,
+    boundary: float | None,
+    noisy: Tensor,
+    sigma: Tensor,
+    text: Tensor,
+    empty: Tensor,
+) -> Tensor:
+    """The guided velocity Tʷ = u + w (c − u) of a model, from its velocities with the prompt (c) and without (u)."""
+    if guidance.is_off(boundary):
+        return model(noisy, sigma, text).to(noisy.dtype)
+    scale = guidance.at(sigma, boundary).view(-1, *[1] * (noisy.dim() - 1))
+    both = model(torch.cat([noisy, noisy]), torch.cat([sigma, sigma]), torch.cat([text, empty.to(text)]))
+    with_prompt, without = both.to(noisy.dtype).chunk(2)
+    return without + scale * (with_prompt - without)
+
 
 class Teacher:
     """A Wan model that computes the guided velocity Tʷ = u + w (c − u)."""
@@ -49,23 +73,11 @@ class Teacher:
             self.experts.to(device)
         return self
 
-    @property
-    def _is_plain(self) -> bool:
-        """Whether no noise level is guided; decided on Python numbers, because reading a tensor waits for the GPU."""
-        return self.guidance.high == 1 and (self.experts.boundary is None or self.guidance.low == 1)
-
     @torch.no_grad()
     def velocity(self, noisy: Tensor, sigma: Tensor, text: Tensor, empty: Tensor) -> Tensor:
         """The guided velocity at [batch, ...] points; `text` and `empty` are [batch, length, width] embeddings."""
-        scale = self.guidance.at(sigma, self.experts.boundary).view(-1, *[1] * (noisy.dim() - 1))
         with torch.autocast(noisy.device.type, enabled=False):
-            if self._is_plain:
-                return self._velocity(noisy, sigma, text).to(noisy.dtype)
-            both = self._velocity(
-                torch.cat([noisy, noisy]), torch.cat([sigma, sigma]), torch.cat([text, empty.to(text)])
-            )
-        with_prompt, without = both.to(noisy.dtype).chunk(2)
-        return without + scale * (with_prompt - without)
+            return guided_velocity(self._velocity, self.guidance, self.experts.boundary, noisy, sigma, text, empty)
 
     def _velocity(self, noisy: Tensor, sigma: Tensor, text: Tensor) -> Tensor:
         velocity: Tensor = self.experts(noisy.to(self.dtype), sigma, text.to(self.dtype))
@@ -121,13 +133,17 @@ def load_teacher(
     *,
     compiled: bool,
     base_precision: str = "auto",
+    lora: Path | None = None,
 ) -> tuple[Teacher, str]:
-    """Loads the teacher; also returns a line that describes the size and the place of its weights."""
+    """Loads the teacher, with a LoRA if given; also returns a line that describes the size and place of its weights."""
     dtype, offloaded = dtype_of(dtype_name, device), is_offloaded(folder, dtype_name, strategy, device, base_precision)
     teacher = Teacher(build_on_meta(folder, dtype), guidance, dtype)
     number = sum(it.numel() for it in teacher.experts.parameters())
     for name, transformer in teacher.experts.named_children():
         path = folder.transformers[name]
+        if lora is not None:
+            load_lora(transformer, lora, part=name)
+            transformer.requires_grad_(False)
         if base_precision == "auto":
             fill(transformer, path, device="cpu" if offloaded else device, own_dtypes=True)
         else:

@@ -1,0 +1,112 @@
+"""The three models of distribution matching: the teacher, the student, and the score of the student's distribution.
+
+With LoRAs, they are one frozen transformer: the student and the score are a LoRA each, and the teacher is the
+transformer with neither. A LoRA of the user's is part of all three. Otherwise student and score are whole copies of the
+teacher. Which LoRAs are active belongs to a forward pass, so the weights' requires_grad never changes here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from unisono.parallel.materialize import Weights
+from unisono.recipes.wan.models.experts import Experts
+from unisono.recipes.wan.models.lora import ADAPTER, activate
+from unisono.recipes.wan_distill.models.teacher import Guidance, Teacher, guided_velocity
+
+STUDENT, SCORE = "student", "score"
+"""Names of the groups of weights, and of the parts of `StudentAndScore`."""
+OF_TEACHER = "teacher"
+"""The user's LoRA."""
+
+
+class Roles(Protocol):
+    """Selects one of the models. `model` is the trained module, maybe a replica of it."""
+
+    def student(self, model: Any) -> Experts:
+        """The student, until another role is selected."""
+
+    def score(self, model: Any) -> Experts:
+        """The score of the student's distribution, until another role is selected."""
+
+    def teacher(self, model: Any, noisy: Tensor, sigma: Tensor, text: Tensor, empty: Tensor) -> Tensor:
+        """The teacher's guided velocity."""
+
+
+@dataclass(frozen=True)
+class LoraRoles:
+    """All three are one transformer with different LoRAs."""
+
+    guidance: Guidance
+    has_own_lora: bool = False
+    """Whether a LoRA of the user's is part of the teacher."""
+
+    def student(self, model: Experts) -> Experts:
+        """The transformer with the student's LoRA."""
+        return self._with(model, [ADAPTER])
+
+    def score(self, model: Experts) -> Experts:
+        """The transformer with the score's LoRA."""
+        return self._with(model, [SCORE])
+
+    @torch.no_grad()
+    def teacher(self, model: Experts, noisy: Tensor, sigma: Tensor, text: Tensor, empty: Tensor) -> Tensor:
+        """The guided velocity of the transformer without either LoRA."""
+        base = self._with(model, [])
+        return guided_velocity(base, self.guidance, base.boundary, noisy, sigma, text, empty)
+
+    def _with(self, model: Experts, adapters: list[str]) -> Experts:
+        activate(model, [OF_TEACHER, *adapters] if self.has_own_lora else adapters)
+        return model
+
+
+class StudentAndScore(nn.Module):
+    """The student and the score as whole models."""
+
+    def __init__(self, student: Experts, score: Experts) -> None:
+        super().__init__()
+        self.student, self.score = student, score
+
+
+@dataclass(frozen=True)
+class WholeRoles:
+    """The student and the score are whole models, and the teacher a third one, which is not trained."""
+
+    frozen: Teacher
+
+    def student(self, model: StudentAndScore) -> Experts:
+        """The student."""
+        return model.student
+
+    def score(self, model: StudentAndScore) -> Experts:
+        """The score of the student's distribution."""
+        return model.score
+
+    def teacher(self, model: Any, noisy: Tensor, sigma: Tensor, text: Tensor, empty: Tensor) -> Tensor:
+        """The teacher's guided velocity."""
+        return self.frozen.velocity(noisy, sigma, text, empty)
+
+
+class WeightsOfBoth:
+    """The initial weights of `StudentAndScore`: those of the teacher, twice."""
+
+    def __init__(self, teacher: Weights) -> None:
+        self._teacher = teacher
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows `start` to `stop` of a weight; reads only these."""
+        return self._teacher.rows(name.partition(".")[2], start, stop)
+
+
+def is_student(name: str) -> bool:
+    """Whether a trainable weight is the student's."""
+    return name.startswith(f"{STUDENT}.") or f".{ADAPTER}." in name
+
+
+def is_score(name: str) -> bool:
+    """Whether a trainable weight is the score's."""
+    return name.startswith(f"{SCORE}.") or f".{SCORE}." in name
