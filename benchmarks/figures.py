@@ -363,6 +363,7 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     HERE.parent / "docs" / "wan_distill.md": {
         "wan_distill_learning": tables_of("wan_distill_learning", "Students of the tiny teacher"),
         "wan_distill_speed": tables_of("wan_distill_speed", "Speed"),
+        "wan_dmd2_tiny": tables_of("wan_dmd2_tiny", "Few-step students of the tiny teacher"),
     },
     HERE.parent / "docs" / "clips.md": {
         "clips_learning": tables_of("clips_learning", "Results on the mirror set"),

@@ -13,10 +13,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from many_runs import slow_unless
 from unisono.parallel.blocks.repeated import compile_blocks
 from unisono.quantize.layers import frozen_linears, quantize
+from unisono.recipes.wan.models.adapters import ADAPTER, activate
 from unisono.recipes.wan.models.kernels import fused
 from unisono.recipes.wan.models.kernels.adapter import is_adapted
 from unisono.recipes.wan.models.kernels.block import make_fast
-from unisono.recipes.wan.models.adapters import ADAPTER, activate
 from unisono.recipes.wan.models.lora import add_lora
 
 FORMATS = pytest.mark.parametrize("base", ["plain", "fp8", "int8", "nf4"])

@@ -18,9 +18,10 @@ from unisono.data.noise import Noise
 from unisono.engine.export import export_run, load_trained
 from unisono.engine.recipe import Work
 from unisono.errors import ConfigError
+from unisono.recipes.wan.models.adapters import ADAPTER, activate
 from unisono.recipes.wan.models.experts import Experts
 from unisono.recipes.wan.models.load import build_meta
-from unisono.recipes.wan.models.lora import ADAPTER, activate, add_lora, lora_state, open_lora, save_lora
+from unisono.recipes.wan.models.lora import add_lora, lora_state, open_lora, save_lora
 from unisono.recipes.wan.objective import noised
 from unisono.recipes.wan.tiny.measures import diversity, feature_distance
 from unisono.recipes.wan.tiny.shapes import COLOURS, Shapes, labels
@@ -321,6 +322,10 @@ def test_settings_that_the_objective_does_not_have_are_refused_with_the_fix(root
     assert "base_precision" in refused(root, teacher_dtype="float8")
     assert "no linear layer's name ends in nothing" in refused(root, lora_targets="nothing")
     assert "no such LoRA" in refused(root, lora_path="missing")
+    transformer = model()
+    add_lora(transformer, 2, kind="dora")
+    save_lora(root / "dora", lora_state(transformer))
+    assert "only a plain LoRA can be part of the teacher, not a dora" in refused(root, lora_path="dora")
     assert "only --objective dmd2" in refused(root, objective="regression", **OWN)
 
 

@@ -49,4 +49,8 @@ def _check_loras(setup: Setup) -> None:
         if setup.config.lora_rank:
             targeted(transformer, lora_targets(setup.config))
         if setup.lora:
-            open_lora(transformer, setup.lora, part=name)
+            lora = open_lora(transformer, setup.lora, part=name)
+            if lora.kind != "lora":
+                raise ConfigError(
+                    f"lora_path {setup.lora}: only a plain LoRA can be part of the teacher, not a {lora.kind}"
+                )

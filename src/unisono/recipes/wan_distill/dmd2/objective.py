@@ -11,9 +11,10 @@ import torch
 
 from unisono.engine.recipe import Group, Loss
 from unisono.recipes.common.lora_base import LoraBase
+from unisono.recipes.wan.models.adapters import ADAPTER, activate
 from unisono.recipes.wan.models.experts import Experts
 from unisono.recipes.wan.models.load import build_meta
-from unisono.recipes.wan.models.lora import ADAPTER, activate, add_lora, load_lora
+from unisono.recipes.wan.models.lora import add_lora, load_lora
 from unisono.recipes.wan.models.weights import ExpertWeights, open_weights
 from unisono.recipes.wan_distill.data.datasets import PromptDataset
 from unisono.recipes.wan_distill.dmd2.export import write_few_step_student

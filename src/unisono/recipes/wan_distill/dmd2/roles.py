@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from unisono.parallel.materialize import Weights
+from unisono.recipes.wan.models.adapters import ADAPTER, activate
 from unisono.recipes.wan.models.experts import Experts
-from unisono.recipes.wan.models.lora import ADAPTER, activate
 from unisono.recipes.wan_distill.models.teacher import Guidance, Teacher, guided_velocity
 
 STUDENT, SCORE = "student", "score"
