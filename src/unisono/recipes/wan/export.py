@@ -27,10 +27,15 @@ _LIBRARIES = ("diffusers", "transformers")
 _KINDS = {".json", ".safetensors", ".model", ".txt"}  # file types to copy: neither pickles nor code
 
 
-def other_parts(pipeline: WanFolder, trained: Sequence[str], expert: str) -> WanFolder:
+TEXT_TO_VIDEO, IMAGE_TO_VIDEO = "WanPipeline", "WanImageToVideoPipeline"
+"""diffusers' classes of pipelines."""
+
+
+def other_parts(pipeline: WanFolder, trained: Sequence[str], expert: str, boundary: float = BOUNDARY) -> WanFolder:
     """The parts of a pipeline to export next to the trained transformers: all except its own transformers.
 
     There is one exception: if only one of two experts was trained, the pipeline's other expert is exported too.
+    `boundary` is the noise level between two experts if the pipeline does not say it.
     """
     alone = expert != "both" and len(trained) == 1 and len(pipeline.transformers) == 2
     other_expert = {name: place for name, place in pipeline.transformers.items() if alone and name not in trained}
@@ -39,8 +44,9 @@ def other_parts(pipeline: WanFolder, trained: Sequence[str], expert: str) -> Wan
         for name, kind in pipeline.components.items()
         if name not in ("transformer", "transformer_2") or name in other_expert
     }
-    boundary = pipeline.boundary_ratio if other_expert else BOUNDARY if trained == ["transformer_2"] else None
-    return replace(pipeline, transformers=other_expert, components=others, boundary_ratio=boundary)
+    alone_ratio = boundary if trained == ["transformer_2"] else None
+    ratio = pipeline.boundary_ratio if other_expert else alone_ratio
+    return replace(pipeline, transformers=other_expert, components=others, boundary_ratio=ratio)
 
 
 def write_pipeline(
@@ -50,11 +56,13 @@ def write_pipeline(
     *,
     source: WanFolder | PipelineParts | None = None,
     boundary_ratio: float | None = None,
+    has_given_frames: bool = False,
 ) -> str:
     """Writes trained transformers and the other parts of a pipeline to an empty folder; returns a description.
 
     `source` is the model that training started from, whose other parts are copied (with an expert that was not
-    trained), or the parts themselves. If boundary_ratio is None, that of the source is used.
+    trained), or the parts themselves. If boundary_ratio is None, that of the source is used. `has_given_frames`:
+    whether the transformers are those of an image-to-video model.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} is not an empty folder, and nothing is overwritten; choose another")
@@ -67,18 +75,21 @@ def write_pipeline(
     folder.mkdir(parents=True, exist_ok=True)
     if isinstance(source, WanFolder):
         boundary_ratio = source.boundary_ratio if boundary_ratio is None else boundary_ratio
-        return _with_copied_parts(folder, models, source, boundary_ratio)
+        return _with_copied_parts(folder, models, source, boundary_ratio, has_given_frames)
+    kind = IMAGE_TO_VIDEO if has_given_frames else TEXT_TO_VIDEO
     if source is None:
-        return _only_transformers(folder, models, "there are no other parts")
-    from diffusers import WanPipeline
+        return _only_transformers(folder, models, "there are no other parts", kind)
+    import diffusers
 
     transformers = {"transformer": None, "transformer_2": None, **models}
-    pipeline: Any = WanPipeline(**source._asdict(), **transformers, boundary_ratio=boundary_ratio)  # type: ignore[no-untyped-call]
+    pipeline: Any = getattr(diffusers, kind)(**source._asdict(), **transformers, boundary_ratio=boundary_ratio)
     pipeline.save_pretrained(str(folder), max_shard_size=_SHARD, safe_serialization=True)
-    return "a pipeline for WanPipeline.from_pretrained"
+    return f"a pipeline for {kind}.from_pretrained"
 
 
-def _with_copied_parts(folder: Path, models: Mapping[str, Any], source: WanFolder, boundary_ratio: float | None) -> str:
+def _with_copied_parts(
+    folder: Path, models: Mapping[str, Any], source: WanFolder, boundary_ratio: float | None, has_given_frames: bool
+) -> str:
     if source.kind != "pipeline":
         models = dict(models)
         for name, path in source.transformers.items():
@@ -86,7 +97,7 @@ def _with_copied_parts(folder: Path, models: Mapping[str, Any], source: WanFolde
                 models[name] = build_meta(transformer_config(source, part=name))
                 fill(models[name], path)
         why = f"{source.path} has no VAE, text encoder and tokenizer in diffusers' layout"
-        return _only_transformers(folder, models, why)
+        return _only_transformers(folder, models, why, IMAGE_TO_VIDEO if has_given_frames else TEXT_TO_VIDEO)
     index = read_json(source.path / "model_index.json", dict)
     # This is how diffusers marks a transformer that the folder does not contain.
     index |= {
@@ -94,6 +105,8 @@ def _with_copied_parts(folder: Path, models: Mapping[str, Any], source: WanFolde
         for name in ("transformer", "transformer_2")
         if name in index and name not in source.components
     }
+    if has_given_frames:  # the other parts may be from a text-to-video pipeline
+        index["_class_name"] = IMAGE_TO_VIDEO
     others = [name for name in source.components if name not in models]
     for name in others:
         _check_part(source, name)
@@ -111,11 +124,11 @@ def _with_copied_parts(folder: Path, models: Mapping[str, Any], source: WanFolde
     return description
 
 
-def _only_transformers(folder: Path, models: Mapping[str, Any], why: str) -> str:
+def _only_transformers(folder: Path, models: Mapping[str, Any], why: str, kind: str) -> str:
     for name, model in models.items():
         model.save_pretrained(str(folder / name), max_shard_size=_SHARD, safe_serialization=True)
     return (
-        f"only {' and '.join(models)}, since {why}: call WanPipeline.from_pretrained on a whole pipeline and pass, as "
+        f"only {' and '.join(models)}, since {why}: call {kind}.from_pretrained on a whole pipeline and pass, as "
         f"{next(iter(models))}, WanTransformer3DModel.from_pretrained({str(folder / next(iter(models)))!r})"
     )
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unisono.recipes.wan.models.experts import Experts
+from unisono.recipes.wan.condition.inputs import Condition
+from unisono.recipes.wan.models.experts import Experts, velocity_of
 from unisono.recipes.wan.objective import TIMESTEPS, data_from, noised
 
 Text = tuple[Tensor, Tensor]
@@ -34,6 +35,7 @@ def sample(
     low: float = 0.0,
     high: float = 1.0,
     like: Tensor | None = None,
+    condition: Condition | None = None,
     stopping: Callable[[], bool] = bool,
     observe: Callable[[int, float, Tensor, Tensor], None] = lambda number, sigma, latents, velocity: None,
 ) -> Tensor:
@@ -41,7 +43,8 @@ def sample(
 
     If `low` is above 0, returns the model's prediction of the data at the last level. If `high` is below 1, sampling
     starts from the data `like`, if given, with noise added at the first level. Guidance 1 is the model's own velocity;
-    two experts may have separate guidance scales, the high-noise expert's first. `observe` is called in every step.
+    two experts may have separate guidance scales, the high-noise expert's first. `condition` holds the given frames of
+    an image-to-video model, which guidance does not change. `observe` is called in every step.
     """
     scheduler.set_timesteps(steps, device=latents.device)
     times = [time for time in scheduler.timesteps if low <= float(time) / TIMESTEPS <= high]
@@ -53,7 +56,7 @@ def sample(
     sigma, velocity = 0.0, torch.zeros_like(latents)
     for number, time in enumerate(times):
         sigma = float(time) / TIMESTEPS
-        before, velocity = latents, _guided(model, latents, sigma, text, guidance)
+        before, velocity = latents, _guided(model, latents, sigma, text, guidance, condition)
         observe(number, sigma, before, velocity)
         with torch.autocast(latents.device.type, enabled=False):  # some schedulers multiply matrices, in float32
             latents = scheduler.step(velocity, time, latents, return_dict=False)[0]
@@ -64,19 +67,26 @@ def sample(
     return latents
 
 
-def _guided(model: Experts, latents: Tensor, sigma: float, text: Text, guidance: float | tuple[float, float]) -> Tensor:
+def _guided(
+    model: Experts,
+    latents: Tensor,
+    sigma: float,
+    text: Text,
+    guidance: float | tuple[float, float],
+    condition: Condition | None,
+) -> Tensor:
     transformer = model.at(sigma)
     if isinstance(guidance, tuple):
         guidance = guidance[0 if model.boundary is None or sigma >= model.boundary else 1]
     times = torch.full((len(latents),), sigma * TIMESTEPS, device=latents.device)
     if guidance == 1:
-        return _velocity(transformer, latents, times, text[0])
-    both = _velocity(transformer, torch.cat([latents, latents]), torch.cat([times, times]), torch.cat(text))
+        return _velocity(transformer, latents, times, text[0], condition)
+    twice = None if condition is None else condition.twice()
+    both = _velocity(transformer, torch.cat([latents, latents]), torch.cat([times, times]), torch.cat(text), twice)
     with_caption, without = both.chunk(2)
     return without + guidance * (with_caption - without)
 
 
-def _velocity(transformer: Any, latents: Tensor, times: Tensor, text: Tensor) -> Tensor:
+def _velocity(transformer: Any, latents: Tensor, times: Tensor, text: Tensor, condition: Condition | None) -> Tensor:
     # The text has the dtype that the model computes in.
-    velocity: Tensor = transformer(latents.to(text.dtype), times, text, return_dict=False)[0]
-    return velocity.to(latents.dtype)
+    return velocity_of(transformer, latents.to(text.dtype), times, text, condition).to(latents.dtype)

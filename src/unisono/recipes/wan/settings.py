@@ -5,11 +5,17 @@ from typing import Any, Literal
 SigmaSampling = Literal["logit_normal", "uniform", "mode"]
 """Distributions of the noise levels, before the shift."""
 
+TINY_NAMES = ("tiny", "tiny-i2v")
+"""Models that need no download, in the setting model_config."""
+
 Attention = Literal["auto", "cudnn", "flash", "efficient", "math"]
 """Attention kernels to choose from; auto measures them."""
 
 Kind = Literal["lora", "dora", "lokr"]
 """Kinds of adapters."""
+
+GivenFramesName = Literal["none", "first", "first_last"]
+"""The frames of a video that an image-to-video model is given."""
 
 TextDtype = Literal["bfloat16", "float32"]
 """Dtypes of the text encoder."""

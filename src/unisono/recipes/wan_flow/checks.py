@@ -8,6 +8,7 @@ from typing import Any
 from unisono.errors import ConfigError
 from unisono.recipes.common.checks import check_paths, check_range
 from unisono.recipes.wan.checks import check_frames, check_prompts
+from unisono.recipes.wan.settings import TINY_NAMES
 
 _AT_LEAST = {"num_eval": 0, "height": 0, "width": 0, "max_pixels": 0, "lora_rank": 0, "num_previews": 0, "fps": 0}
 _AT_LEAST |= {"eval_levels": 1, "preview_steps": 1, "caption_dropout": 0, "first_frame": 0, "unmasked_weight": 0}
@@ -67,8 +68,10 @@ def check_config(config: Any) -> None:
         raise ConfigError("eval_dataset_path and num_eval both hold out samples; remove one of them")
     if config.lora_path and config.lora_targets:
         raise ConfigError("lora_targets: lora_path already decides the layers; remove one of them")
-    if config.dataset_path == "shapes" and (config.model_config or "").lower() != "tiny":
-        raise ConfigError("dataset_path shapes needs the tiny model; add --model_config tiny, or pass a folder")
+    if config.dataset_path == "shapes" and (config.model_config or "").lower() not in TINY_NAMES:
+        raise ConfigError(
+            "dataset_path shapes needs a tiny model; add --model_config tiny (or tiny-i2v), or pass a folder"
+        )
     if config.dataset_path == "shapes" and config.masked_loss:
         raise ConfigError("masked_loss: the built-in shapes have no masks; pass a folder as dataset_path")
     if config.unmasked_weight and not config.masked_loss:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from unisono.recipes.wan.condition.inputs import Condition
 from unisono.recipes.wan.models.experts import Experts
 from unisono.recipes.wan_flow.previews import generate
 
@@ -25,6 +26,7 @@ def loss_by_level(
     noise: Noise,
     num_levels: int,
     mask: Tensor | None = None,
+    condition: Condition | None = None,
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """The loss at evenly spaced quantiles of the noise levels, as a curve and as its mean."""
     draws, levels = noise.normal(*latent.shape[1:]), flow.levels_for(latent)
@@ -32,7 +34,7 @@ def loss_by_level(
     for number in range(num_levels):
         quantile = torch.full((len(latent),), (number + 0.5) / num_levels, device=latent.device)
         sigma = levels.within(quantile, flow.low, flow.high).to(latent.dtype)
-        each, weights, metrics = flow.errors(model, latent, text, sigma, draws, None, mask)
+        each, weights, metrics = flow.errors(model, latent, text, sigma, draws, None, mask, condition)
         losses.append(each.double().sum())
         sigmas.append(sigma.double().sum())
         cosines.append(metrics["velocity_cosine"].double())
@@ -47,14 +49,29 @@ def loss_by_level(
 
 
 def shape_metrics(
-    recipe: WanFlow, model: Experts, batch: Mapping[str, Any], text: Tensor, noise: Noise
+    recipe: WanFlow,
+    model: Experts,
+    batch: Mapping[str, Any],
+    text: Tensor,
+    noise: Noise,
+    condition: Condition | None = None,
 ) -> dict[str, tuple[Tensor, int]]:
-    """The number of generated samples that show the colour and the shape named in their caption."""
+    """The number of generated samples that show the colour and the shape named in their caption.
+
+    For an image-to-video model also the number that move as the caption says, and the error of the first frame.
+    """
     from unisono.recipes.wan.tiny.classifier import recognised
+    from unisono.recipes.wan.tiny.motion import first_frame_errors, moves
 
     latent = batch["latent"]
     empty = recipe.without_caption(text[0])[None].expand(len(latent), -1, -1).to(text)
-    latents = generate(recipe, model, noise.normal(*latent.shape[1:]), (text, empty), like=latent)
-    correct = recognised(recipe.setup.encoders.vae().decode(latents.cpu()), batch["colour"], batch["kind"])
-    correct["colour_and_shape"] = correct["colour"] & correct["shape"]
-    return {name: (hits.double().sum(), len(latent)) for name, hits in correct.items()}
+    latents = generate(recipe, model, noise.normal(*latent.shape[1:]), (text, empty), like=latent, condition=condition)
+    vae = recipe.setup.encoders.vae()
+    frames = vae.decode(latents.cpu())
+    measured = recognised(frames, batch["colour"], batch["kind"])
+    measured["colour_and_shape"] = measured["colour"] & measured["shape"]
+    if "given" in batch:
+        measured["moves"] = moves(frames, batch["direction"])
+        errors = first_frame_errors(vae, frames, batch["given"])
+        measured |= dict(zip(("first_frame_error", "first_frame_error_of_vae"), errors, strict=True))
+    return {name: (values.double().sum(), len(latent)) for name, values in measured.items()}

@@ -10,7 +10,7 @@ from torch import nn
 from unisono.recipes.wan.export import other_parts, write_pipeline
 from unisono.recipes.wan.models.encoders import TinyEncoders
 from unisono.recipes.wan.models.experts import HIGH, LOW
-from unisono.recipes.wan.models.load import describe
+from unisono.recipes.wan.models.load import boundary_for, describe
 from unisono.recipes.wan.models.lora import lora_state, save_lora
 from unisono.recipes.wan.native_export import write_comfyui, write_native
 from unisono.recipes.wan_flow.setup import Setup
@@ -25,7 +25,8 @@ def write_model(
         return save_lora(folder, states.get(HIGH), states.get(LOW), file_format)
     config, encoders, source = setup.config, setup.encoders, setup.pretrained
     if config.parts_path:
-        source = other_parts(describe(config.parts_path, "parts_path"), list(transformers), config.expert)
+        parts = describe(config.parts_path, "parts_path")
+        source = other_parts(parts, list(transformers), config.expert, boundary_for(setup.transformer))
     if file_format == "native":
         return write_native(folder, transformers, source, encoders.text_length)
     if file_format == "comfyui":
@@ -36,4 +37,5 @@ def write_model(
         transformers.get(LOW),
         source=encoders.parts() if isinstance(encoders, TinyEncoders) else source,
         boundary_ratio=setup.boundary if len(transformers) > 1 or setup.pretrained is not None else None,
+        has_given_frames=setup.condition.has_channels,
     )

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from unisono.engine.recipe import Loss
+from unisono.recipes.wan.condition.inputs import Condition
 from unisono.recipes.wan.models.experts import Experts
 from unisono.recipes.wan.objective import TIMESTEPS, NoiseLevels, noised, shift_for, velocity
 
@@ -43,16 +44,23 @@ class FlowLoss:
     """Weight of the elements where the mask is 0."""
 
     def loss(
-        self, model: Experts, latent: Tensor, text: Tensor, empty: Tensor, noise: Noise, mask: Tensor | None = None
+        self,
+        model: Experts,
+        latent: Tensor,
+        text: Tensor,
+        empty: Tensor,
+        noise: Noise,
+        mask: Tensor | None = None,
+        condition: Condition | None = None,
     ) -> Loss:
-        """The mean squared error of the velocity, summed over samples; see `errors` for the mask."""
+        """The mean squared error of the velocity, summed over samples; see `errors` for mask and condition."""
         chance = noise.uniform(3, dtype=torch.float64)
         sigma = self.levels_for(latent).within(chance[:, 0], self.low, self.high).to(latent.dtype)
         dropped = chance[:, 1] < self.caption_dropout
         text = torch.where(dropped[:, None, None], empty.to(text), text)
         conditioned = chance[:, 2] < self.first_frame if self.first_frame and latent.shape[2] > 1 else None
         draws = noise.normal(*latent.shape[1:])
-        errors, weights, metrics = self.errors(model, latent, text, sigma, draws, conditioned, mask)
+        errors, weights, metrics = self.errors(model, latent, text, sigma, draws, conditioned, mask, condition)
         if weights is None:
             return Loss(errors.sum(), len(errors), metrics)
         return Loss(errors.sum(), weights.sum(), {name: (value, len(errors)) for name, value in metrics.items()})
@@ -73,17 +81,19 @@ class FlowLoss:
         draws: Tensor,
         conditioned: Tensor | None,
         mask: Tensor | None = None,
+        condition: Condition | None = None,
     ) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
         """The mean squared error of each sample, [batch], its weight, and metrics summed over samples.
 
-        `conditioned` [batch] marks the samples whose first frame is a condition. `mask` [batch, 1, f, h, w] weights the
-        elements; the weight of a sample is then the mean of its elements' weights. Without a mask it is None.
+        `conditioned` [batch] marks the samples whose first frame is a condition (TI2V). `mask` [batch, 1, f, h, w] weights
+        the elements; the weight of a sample is then the mean of its elements' weights. Without a mask it is None.
+        `condition` holds the given frames of an image-to-video model.
         """
         noisy, target, times = noised(latent, draws, sigma), velocity(latent, draws), None
         if self.first_frame and latent.shape[2] > 1:
             conditioned = torch.zeros_like(sigma, dtype=torch.bool) if conditioned is None else conditioned
             noisy, times = with_first_frame(noisy, latent, sigma, conditioned, model.config.patch_size)
-        predicted = model(noisy, sigma, text, times).to(target.dtype)  # the loss is computed in float32
+        predicted = model(noisy, sigma, text, times, condition).to(target.dtype)  # the loss is computed in float32
         if conditioned is None and mask is None:
             errors, weights = (predicted - target).square().flatten(1).mean(1), None
         else:  # the first frame of a conditioned sample does not count in the loss

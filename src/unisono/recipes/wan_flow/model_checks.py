@@ -8,18 +8,17 @@ from typing import Any
 from unisono.errors import ConfigError
 from unisono.recipes.wan.checks import check_positions
 from unisono.recipes.wan.data.crop import Crop
-from unisono.recipes.wan.models.load import build_meta, describe
-from unisono.recipes.wan.models.lora import TARGETS, open_lora, targeted
+from unisono.recipes.wan.models.load import build_meta
+from unisono.recipes.wan.models.lora import IMAGE_TARGETS, TARGETS, open_lora, targeted
 from unisono.recipes.wan.models.weights import check_fit
 from unisono.recipes.wan_flow.setup import Setup
-
-_TI2V_CHANNELS = 48
 
 
 def check_model(setup: Setup) -> None:
     """Raises ConfigError for settings, weights or a LoRA that do not fit the model."""
     config, geometry = setup.config, setup.encoders.geometry
-    if config.first_frame and not takes_first_frame(setup):
+    check_given_frames(setup)
+    if config.first_frame and not setup.has_token_times:
         raise ConfigError(
             f"first_frame {config.first_frame}: this model has one timestep for all frames, so the first frame cannot "
             "be a condition; only TI2V models support it (such as Wan2.2-TI2V-5B): remove first_frame"
@@ -32,12 +31,23 @@ def check_model(setup: Setup) -> None:
             check_weights(setup, name, build_meta(setup.transformer))
 
 
-def takes_first_frame(setup: Setup) -> bool:
-    """Whether the model takes a timestep per token (TI2V), so that the first frame can be noise-free."""
-    if setup.pretrained is None and int(setup.transformer["in_channels"]) == _TI2V_CHANNELS:
-        return True
-    parts = describe(setup.config.parts_path, "parts_path") if setup.config.parts_path else None
-    return any(model is not None and model.expand_timesteps for model in (setup.pretrained, parts))
+def check_given_frames(setup: Setup) -> None:
+    """Raises ConfigError for a condition that the model does not support, or that leaves nothing to generate."""
+    config, kind = setup.config, setup.condition
+    if not kind.has_channels:
+        if config.condition == "none" and config.first_frame:
+            raise ConfigError(f"condition none and first_frame {config.first_frame} contradict each other; remove one")
+        return
+    if config.first_frame:
+        raise ConfigError(
+            f"first_frame {config.first_frame}: this image-to-video model is always given its first frame; remove "
+            "first_frame, which is for TI2V models"
+        )
+    if config.num_frames == 1:
+        raise ConfigError(
+            "num_frames 1: an image-to-video model is given the first frame, so nothing would be left to generate; use "
+            "5, 9, 13, …"
+        )
 
 
 def check_weights(setup: Setup, name: str, transformer: Any) -> None:
@@ -50,9 +60,14 @@ def check_weights(setup: Setup, name: str, transformer: Any) -> None:
         if kind != config.adapter:
             raise ConfigError(f"lora_path {config.lora_path} is a {kind}; continue it with --adapter {kind}")
     elif config.lora_rank:
-        targeted(transformer, lora_targets(config))
+        targeted(transformer, lora_targets(config, transformer))
 
 
-def lora_targets(config: Any) -> list[str]:
-    """Name endings of the layers that get a LoRA."""
-    return [target.strip() for target in config.lora_targets.split(",") if target.strip()] or list(TARGETS)
+def lora_targets(config: Any, transformer: Any = None) -> list[str]:
+    """Name endings of the layers that get a LoRA: those in the settings, or all projections of the blocks.
+
+    `transformer` decides whether there are projections of image embeddings; without it there are none.
+    """
+    chosen = [target.strip() for target in config.lora_targets.split(",") if target.strip()]
+    has_image = transformer is not None and transformer.config.added_kv_proj_dim
+    return chosen or [*TARGETS, *(IMAGE_TARGETS if has_image else ())]

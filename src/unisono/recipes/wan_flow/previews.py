@@ -9,8 +9,11 @@ import torch
 from torch import Tensor
 
 from unisono.data.bits import key_of, random_bits, to_unit
+from unisono.recipes.wan.condition.inputs import Condition
+from unisono.recipes.wan.data.render import labelled
 from unisono.recipes.wan.models.encoders import NoEncoders
 from unisono.recipes.wan.models.experts import Experts
+from unisono.recipes.wan.models.vae import WanVae
 from unisono.recipes.wan.previews import FPS, decoded_frames, enlarged, mp4
 from unisono.recipes.wan.sample import sample
 
@@ -18,6 +21,7 @@ if TYPE_CHECKING:
     from unisono.recipes.wan_flow.recipe import WanFlow
 
 _NOISE = 0x9E37  # key of the previews' noise: the same in all runs
+_ACROSS = 8  # frames of a video in a row of the grid
 _AUTO_SHIFT = 3.0  # the scheduler's shift when the training shift follows each sample's size
 
 
@@ -29,6 +33,8 @@ class _Request(NamedTuple):
     """A latent of the size to generate."""
     text: Tensor
     """The text embedding of the caption."""
+    condition: Condition | None
+    """The given frames of an image-to-video model, one row; None for other models."""
 
 
 def previews(recipe: WanFlow, model: Experts) -> Mapping[str, Any] | None:
@@ -44,24 +50,51 @@ def previews(recipe: WanFlow, model: Experts) -> Mapping[str, Any] | None:
     device = next(model.parameters()).device
     vae = encoders.vae()
 
-    def frames_of(number: int) -> Tensor:
+    def frames_of(number: int) -> list[Tensor]:
         request = requests[number]
         start = fixed_noise(number, request.like.shape).to(device)
         text = (request.text[None].to(device), recipe.without_caption(request.text)[None].to(device))
-        latents = generate(recipe, model, start[None], text, like=request.like[None].to(device))
-        return decoded_frames(vae, latents)[0]
+        condition = None if request.condition is None else request.condition.to(device)
+        latents = generate(recipe, model, start[None], text, like=request.like[None].to(device), condition=condition)
+        given = [] if condition is None else given_frames(recipe, vae, condition)
+        return [*given, decoded_frames(vae, latents)[0]]
 
     samples = recipe.over_ranks(frames_of, range(len(requests)))
     captions = [request.caption for request in requests]
+    rows = [with_given([enlarged(frames) for frames in sample]) for sample in samples]
     files: dict[str, Any] = {
-        "samples.png": grid([enlarged(frames) for frames in samples], captions=captions),
+        "samples.png": grid([torch.cat(row) for row in rows], columns=most_columns(rows), captions=captions),
         "captions.txt": "".join(f"{caption}\n" for caption in captions),
     }
-    for number, frames in enumerate(samples):
+    for number, (*given, frames) in enumerate(rows):
         if len(frames) > 1:
+            video = torch.cat([*(picture.expand_as(frames) for picture in given), frames], dim=2)
             # With fps 0 each video has its own frame rate, so previews use a default.
-            files[f"sample_{number:02d}.mp4"] = mp4(enlarged(frames), recipe.config.fps or FPS)
+            files[f"sample_{number:02d}.mp4"] = mp4(video, recipe.config.fps or FPS)
     return files
+
+
+def given_frames(recipe: WanFlow, vae: WanVae, condition: Condition) -> list[Tensor]:
+    """The given frames of one sample as the VAE encodes them, uint8 [1, H, W, 3] each."""
+    latent = condition.channels[:, vae.geometry.temporal_factor :]
+    if recipe.setup.condition.num_frames == 1:
+        return [decoded_frames(vae, latent[:, :, :1])[0]]  # a first latent frame is decoded without the others
+    frames = decoded_frames(vae, latent)[0]
+    return [frames[:1], frames[-1:]]
+
+
+def with_given(sample: list[Tensor]) -> list[Tensor]:
+    """The given frames and the generated frames of a sample, with a label above each; unchanged if none are given."""
+    *given, frames = sample
+    if not given:
+        return sample
+    names = ("given: first", "given: last")
+    return [*(labelled(picture, name) for picture, name in zip(given, names, strict=False)), labelled(frames, "")]
+
+
+def most_columns(rows: list[list[Tensor]]) -> int:
+    """The number of columns of the grid: as for other videos, and one per given frame; 0 for the usual number."""
+    return 0 if len(rows[0]) == 1 else _ACROSS + len(rows[0]) - 1
 
 
 def _requests(recipe: WanFlow) -> list[_Request]:
@@ -70,7 +103,9 @@ def _requests(recipe: WanFlow) -> list[_Request]:
     assert data is not None
     if recipe.preview_prompts:
         like = torch.zeros(data.shape(0)) if hasattr(data, "shape") else data[0]["latent"]
-        return [_Request(caption, like, recipe.text(caption)) for caption in recipe.preview_prompts]
+        needs_frames = recipe.setup.condition.has_channels
+        condition = recipe.encoded_sample(data[0])[2] if needs_frames else None
+        return [_Request(caption, like, recipe.text(caption), condition) for caption in recipe.preview_prompts]
     number = min(recipe.config.num_previews, len(data))
     # The built-in shapes alternate, so the first samples show all of them; a folder is sorted by name.
     stride = len(data) // number if hasattr(data, "sources") and number else 1
@@ -92,12 +127,23 @@ def fixed_noise(number: int, shape: torch.Size) -> Tensor:
     return (torch.sqrt(-2 * torch.log(uniform[0])) * torch.cos(2 * torch.pi * uniform[1])).float()  # Box-Muller
 
 
-def generate(recipe: WanFlow, model: Experts, noise: Tensor, text: tuple[Tensor, Tensor], like: Tensor) -> Tensor:
+def generate(
+    recipe: WanFlow,
+    model: Experts,
+    noise: Tensor,
+    text: tuple[Tensor, Tensor],
+    like: Tensor,
+    condition: Condition | None = None,
+) -> Tensor:
     """Samples latents from noise. A low-noise expert was not trained on pure noise, so it starts from noised `like`."""
     config, flow = recipe.config, recipe.setup.flow
     shift = _AUTO_SHIFT if config.shift == "auto" else float(config.shift)
     settings = {"steps": config.preview_steps, "guidance": config.guidance, "low": flow.low, "high": flow.high}
     dtype = recipe.compute_dtype(model, noise)
     embeddings = (text[0].to(dtype), text[1].to(dtype))
+    if condition is not None and condition.image is not None:
+        condition = condition._replace(image=condition.image.to(dtype))
     with torch.compiler.set_stance("force_eager"):  # the compiled blocks are for other shapes
-        return sample(model, noise, embeddings, recipe.setup.encoders.scheduler(shift), like=like, **settings)
+        return sample(
+            model, noise, embeddings, recipe.setup.encoders.scheduler(shift), like=like, condition=condition, **settings
+        )

@@ -16,16 +16,18 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from unisono.engine.recipe import Loss, Work
 from unisono.errors import ConfigError
 from unisono.recipes.wan.recipe import WanRecipe
-from unisono.recipes.wan.settings import DEFAULTS
+from unisono.recipes.wan.settings import DEFAULTS, TINY_NAMES
 from unisono.recipes.wan_flow import settings
 from unisono.recipes.wan_flow.checks import check_config
 
 if TYPE_CHECKING:  # `unisono train wan-flow --help` need not wait for torch
+    import torch
     from torch import Tensor, nn
 
     from unisono.data.noise import Noise
     from unisono.parallel.materialize import Weights
     from unisono.recipes.common.lora_base import LoraBase
+    from unisono.recipes.wan.condition.inputs import Condition
     from unisono.recipes.wan_flow.data.folder import FolderData
     from unisono.recipes.wan_flow.data.shapes import ShapesData
     from unisono.recipes.wan_flow.setup import Setup
@@ -42,6 +44,7 @@ class WanFlow(WanRecipe):
         *("dataset_path", "eval_dataset_path", "num_eval", "num_shapes"),
         # What a sample contains:
         *("parts_path", "height", "width", "max_pixels", "num_frames", "fps", "window", "latents", "text_dtype"),
+        "condition",
         # The model and the meaning of its weights. model_path may change: a LoRA's base is identified by its content,
         # and a run that trains all weights has them in its checkpoints.
         *("model_config", "expert", "adapter", "lokr_factor", "lora_rank", "lora_alpha", "lora_targets", "lora_path"),
@@ -51,13 +54,15 @@ class WanFlow(WanRecipe):
     @classmethod
     def presets(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
         """Defaults for the tiny model on a CPU, and for a LoRA."""
-        if str(values["model_config"]).lower() == "tiny":
+        model = str(values["model_config"]).lower()
+        if model in TINY_NAMES:
+            tiny = settings.TINY if model == "tiny" else settings.TINY_I2V
             excluded = set()
             if values["num_epochs"] is not None:  # the user has set the length of the run
                 excluded.add("max_steps")
-            if values["dataset_path"] not in (cls.Config.dataset_path, settings.TINY["dataset_path"]):
-                excluded.add("num_previews")  # 24 previews are for the small shapes only
-            return {name: value for name, value in settings.TINY.items() if name not in excluded}
+            if values["dataset_path"] not in (cls.Config.dataset_path, tiny["dataset_path"]):
+                excluded.add("num_previews")  # many previews are for the small shapes only
+            return {name: value for name, value in tiny.items() if name not in excluded}
         return settings.LORA if values["lora_rank"] or values["lora_path"] else {}
 
     def __init__(self, config: Any) -> None:
@@ -80,7 +85,7 @@ class WanFlow(WanRecipe):
         from unisono.recipes.wan_flow.data.shapes import ShapesData
 
         kind = ShapesData if self.config.dataset_path == "shapes" else FolderData
-        return kind(self.config, self.setup.encoders, self.preview_prompts)
+        return kind(self.config, self.setup.encoders, self.preview_prompts, self.setup.condition)
 
     @cached_property
     def preview_prompts(self) -> list[str]:
@@ -104,7 +109,9 @@ class WanFlow(WanRecipe):
         if not (shapes or config.num_eval or config.eval_dataset_path):
             return ()
         recognised = ("colour", "shape", "colour_and_shape") if shapes else ()
-        return ("loss", "velocity_cosine", *recognised)
+        is_given_frames = shapes and str(config.model_config).lower() == "tiny-i2v"
+        motion = ("moves", "first_frame_error", "first_frame_error_of_vae") if is_given_frames else ()
+        return ("loss", "velocity_cosine", *recognised, *motion)
 
     def prepare(self, work: Work) -> None:
         """Encodes images, videos and captions that are not in the cache yet, and measures attention kernels."""
@@ -157,8 +164,9 @@ class WanFlow(WanRecipe):
         elif config.lora_path:
             load_lora(transformer, Path(config.lora_path).expanduser(), config.lora_alpha, name)
         elif config.lora_rank:
+            targets = lora_targets(config, transformer)
             options = {"initialise": not self.is_estimate, "kind": config.adapter, "lokr_factor": config.lokr_factor}
-            add_lora(transformer, config.lora_rank, config.lora_alpha, lora_targets(config), **options)
+            add_lora(transformer, config.lora_rank, config.lora_alpha, targets, **options)
 
     def weights(self, model: nn.Module) -> Weights | None:
         """The pretrained weights, read from their files row by row; None when training from scratch."""
@@ -177,12 +185,16 @@ class WanFlow(WanRecipe):
         return not self.config.no_cache
 
     def frozen(self) -> Mapping[str, nn.Module]:
-        """The VAE and the text encoder, when there is no cache."""
+        """The VAE, the text encoder, and the image encoder of a model that has one, when there is no cache."""
         if not self.config.no_cache:
             return {}
         encoders = self.setup.encoders
         self._vae, self._text_encoder = encoders.vae(), encoders.text_encoder()
-        return {"vae": self._vae.model, "text_encoder": self._text_encoder.model}
+        modules = {"vae": self._vae.model, "text_encoder": self._text_encoder.model}
+        if self.setup.condition.has_embedding:
+            self._image_encoder = encoders.image_encoder()
+            modules["image_encoder"] = self._image_encoder.model
+        return modules
 
     def dataset(self, split: str) -> Any:
         """Latents and text embeddings or, without a cache, frames and captions."""
@@ -204,6 +216,9 @@ class WanFlow(WanRecipe):
         """A sample of the largest size that the settings allow."""
         import torch
 
+        from unisono.recipes.wan.condition.image_encoder import IMAGE_TOKENS
+        from unisono.recipes.wan.condition.inputs import condition_shape
+
         config, encoders = self.config, self.setup.encoders
         flow, geometry = self.setup.flow, encoders.geometry
         flow.levels.cdf(flow.low), flow.levels.cdf(flow.high)  # cached, because a prediction has no numbers to bisect
@@ -214,8 +229,16 @@ class WanFlow(WanRecipe):
         size = (geometry.channels, frames, height // geometry.spatial_factor, width // geometry.spatial_factor)
         even = (*size[:2], *(side - side % geometry.patch for side in size[2:]))
         text = torch.empty(encoders.text_length, encoders.text_width, dtype=encoders.text_dtype, device="meta")
-        mask = {"mask": torch.empty(1, *even[1:], device="meta")} if config.masked_loss else {}
-        return {"latent": torch.empty(even, device="meta"), "text": text, **mask}
+        sample = {"latent": torch.empty(even, device="meta"), "text": text}
+        if config.masked_loss:
+            sample["mask"] = torch.empty(1, *even[1:], device="meta")
+        kind = self.setup.condition
+        if kind.has_channels:
+            sample["condition"] = torch.empty(condition_shape(geometry, even), device="meta")
+        if kind.has_embedding:
+            image = (kind.num_frames, encoders.image_tokens or IMAGE_TOKENS, self.setup.transformer["image_dim"])
+            sample["image"] = torch.empty(image, device="meta")
+        return sample
 
     def collate(self, items: list[Any]) -> Any:
         """Collates samples of one shape into a micro-batch."""
@@ -243,10 +266,29 @@ class WanFlow(WanRecipe):
         latent, text = self._encoded(batch)
         return latent, text.to(self.compute_dtype(model, latent))
 
-    def encoded_sample(self, item: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """The latent and the text embedding of one sample of a dataset."""
-        latent, text = self._encoded(self.collate([item]))
-        return latent[0], text[0]
+    def _condition(self, batch: Mapping[str, Any], dtype: torch.dtype | None = None) -> Condition | None:
+        """The given frames of an image-to-video model, with embeddings in `dtype`; None for other models."""
+        import torch
+
+        from unisono.recipes.wan.condition.inputs import Condition, condition_channels
+
+        kind = self.setup.condition
+        if not kind.has_channels:
+            return None
+        if "condition" in batch:
+            channels, image = batch["condition"], batch.get("image")
+        else:
+            pairs = zip(batch["given"], batch["frames"], strict=True)
+            channels = torch.stack([condition_channels(self._vae, given, len(frames)) for given, frames in pairs])
+            embed = self._image_encoder.encode if kind.has_embedding else None
+            image = embed and torch.stack([embed(given) for given in batch["given"]])
+        return Condition(channels, None if image is None else image.to(dtype=dtype))
+
+    def encoded_sample(self, item: Mapping[str, Any]) -> tuple[Tensor, Tensor, Condition | None]:
+        """The latent, the text embedding and the condition of one sample of a dataset; the condition has one row."""
+        batch = self.collate([item])
+        latent, text = self._encoded(batch)
+        return latent[0], text[0], self._condition(batch)
 
     def text(self, caption: str) -> Tensor:
         """The text embedding of a caption, [text length, width]."""
@@ -276,7 +318,10 @@ class WanFlow(WanRecipe):
 
         if "latent" not in batch:
             return None
-        forward = forward_flops(self.setup.transformer, batch["latent"].shape, batch["text"].shape[1])
+        context = batch["text"].shape[1]
+        if "image" in batch:
+            context += batch["image"].shape[1:3].numel()
+        forward = forward_flops(self.setup.transformer, batch["latent"].shape, context)
         return training_flops(forward, lora=self.setup.is_lora)
 
     def loss(self, model: nn.Module, batch: Any, noise: Noise) -> Loss:
@@ -285,19 +330,20 @@ class WanFlow(WanRecipe):
         if self._base_to_record is not None and not self.is_estimate:
             self._base_to_record.record()
             self._base_to_record = None
-        empty = self.without_caption(text)
-        return self.setup.flow.loss(model, latent, text, empty, noise, batch.get("mask"))  # type: ignore[arg-type]
+        inputs = (self.without_caption(text), noise, batch.get("mask"), self._condition(batch, text.dtype))
+        return self.setup.flow.loss(model, latent, text, *inputs)  # type: ignore[arg-type]
 
     def evaluate(self, model: nn.Module, batch: Any, noise: Noise) -> Mapping[str, Any]:
         """The loss at fixed noise levels; for the built-in shapes, also the accuracy of generated samples."""
         from unisono.recipes.wan_flow.evaluation import loss_by_level, shape_metrics
 
         latent, text = self._inputs(model, batch)
-        inputs = (latent, text, noise, self.config.eval_levels, batch.get("mask"))
+        condition = self._condition(batch, text.dtype)
+        inputs = (latent, text, noise, self.config.eval_levels, batch.get("mask"), condition)
         metrics = loss_by_level(self.setup.flow, model, *inputs)  # type: ignore[arg-type]
         if "colour" not in batch:
             return metrics
-        return {**metrics, **shape_metrics(self, model, batch, text, noise)}  # type: ignore[arg-type]
+        return {**metrics, **shape_metrics(self, model, batch, text, noise, condition)}  # type: ignore[arg-type]
 
     def preview(self, model: nn.Module, step: int) -> Mapping[str, Any] | None:
         """Samples that the model generates from some captions, always from the same noise."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from unisono.engine.recipe import Recipe
-from unisono.recipes.wan.settings import TINY_DEFAULTS, Attention, Kind, SigmaSampling, TextDtype
+from unisono.recipes.wan.settings import TINY_DEFAULTS, Attention, GivenFramesName, Kind, SigmaSampling, TextDtype
 
 ALIASES = {
     "checkpoint_dir": "output_dir",
@@ -40,11 +40,13 @@ class Config(Recipe.Config):
     model_path: str | None = None
     """Model to continue training: a diffusers folder, a hub id, a checkpoint folder in Wan's original format, or one .safetensors file (native and ComfyUI weight names too)."""
     model_config: str | None = None
-    """Train from scratch instead: tiny (with its own VAE, text encoder and data), 1.3b, 14b, ti2v-5b, a14b, or a JSON file with the arguments of WanTransformer3DModel."""
+    """Train from scratch instead: tiny or tiny-i2v (with their own VAE, text encoder and data), 1.3b, 14b, ti2v-5b, a14b, i2v-14b, flf2v-14b, i2v-a14b, or a JSON file with the arguments of WanTransformer3DModel."""
     parts_path: str | None = None
     """Model to take the VAE, text encoder and tokenizer from. Default: model_path."""
     expert: Literal["high", "low", "both"] = "both"
     """Which of the two transformers of Wan 2.2 A14B to train."""
+    condition: GivenFramesName | None = None
+    """Frames of each video that the model is given: first, first_last or none. Default: the usual ones of the model. Only models such as Wan 2.2 I2V-A14B (first, first_last) and TI2V-5B (none, first) leave the choice."""
 
     dataset_path: str = "./dataset"
     """Folder of images and videos, each with a caption in a text file of the same name, or all listed in metadata.csv, .json or .jsonl. `shapes` is the built-in dataset."""
@@ -133,6 +135,9 @@ TINY = {
     "preview_every": 300,
 }
 """Defaults for the tiny model on a CPU."""
+
+TINY_I2V = {**TINY, "num_frames": 5, "max_steps": 1200, "num_previews": 12, "eval_every": 400, "preview_every": 400}
+"""Defaults for the tiny image-to-video model on a CPU."""
 
 LORA = {"learning_rate": 1e-4}
 """Defaults for a LoRA."""

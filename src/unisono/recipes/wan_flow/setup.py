@@ -10,13 +10,24 @@ from typing import Any
 import torch
 
 from unisono.errors import ConfigError
+from unisono.recipes.wan.condition.kind import ConditionKind, kind_of
 from unisono.recipes.wan.models.encoders import Encoders, FolderEncoders, TinyEncoders, no_encoders
 from unisono.recipes.wan.models.experts import HIGH, LOW, levels_of, parts_to_train
-from unisono.recipes.wan.models.load import BOUNDARY, TEXT_LENGTH, WanFolder, describe, transformer_config
+from unisono.recipes.wan.models.load import (
+    BOUNDARIES,
+    TEXT_LENGTH,
+    WanFolder,
+    boundary_for,
+    describe,
+    transformer_config,
+)
 from unisono.recipes.wan.models.unsupported import refuse_channels
 from unisono.recipes.wan.models.weights import Weights, open_weights
 from unisono.recipes.wan.objective import NoiseLevels
+from unisono.recipes.wan.settings import TINY_NAMES
 from unisono.recipes.wan_flow.loss import FlowLoss
+
+_TI2V_CHANNELS = 48
 
 
 class Setup:
@@ -49,7 +60,7 @@ class Setup:
     @cached_property
     def trained(self) -> list[str]:
         """Diffusers' names of the transformers that the run trains."""
-        available: Collection[str] = (HIGH, LOW) if self.model_name == "a14b" else (HIGH,)
+        available: Collection[str] = (HIGH, LOW) if self.model_name in BOUNDARIES else (HIGH,)
         if self.pretrained is not None:
             available = self.pretrained.transformers
         is_whole = self.pretrained is None or _is_whole_model(self.pretrained)
@@ -64,7 +75,7 @@ class Setup:
         """The noise level at which the high-noise expert hands over to the low-noise one; None for one transformer."""
         if self.pretrained is not None:
             return self.pretrained.boundary_ratio if len(self.pretrained.transformers) > 1 else None
-        return BOUNDARY if self.model_name == "a14b" else None
+        return BOUNDARIES.get(self.model_name)
 
     @cached_property
     def transformer(self) -> dict[str, Any]:
@@ -86,7 +97,7 @@ class Setup:
         encoders: Encoders
         if parts is not None and parts.kind == "pipeline":
             encoders = FolderEncoders(parts, self.transformer)
-        elif self.model_name == "tiny":
+        elif self.model_name in TINY_NAMES:
             encoders = TinyEncoders(self.transformer)
         else:
             encoders = no_encoders(self.transformer, parts.text_length if parts else TEXT_LENGTH)
@@ -102,12 +113,28 @@ class Setup:
         levels = NoiseLevels(config.sigma_sampling, config.logit_mean, config.logit_std, config.mode_scale, shift)
         parts, boundary = self.trained, self.boundary
         if boundary is None and config.expert != "both":  # the file contains only one of two experts
-            parts, boundary = parts_to_train((HIGH, LOW), config.expert), BOUNDARY
+            parts, boundary = parts_to_train((HIGH, LOW), config.expert), boundary_for(self.transformer)
         low, high = levels_of(parts, boundary)
         factor = self.encoders.geometry.spatial_factor
+        first_frame = config.first_frame
+        if config.condition == "first" and not self.condition.has_channels:
+            first_frame = first_frame or 1.0
         return FlowLoss(
-            *(levels, low, high, by_size, factor, config.caption_dropout, config.first_frame, config.unmasked_weight)
+            *(levels, low, high, by_size, factor, config.caption_dropout, first_frame, config.unmasked_weight)
         )
+
+    @cached_property
+    def condition(self) -> ConditionKind:
+        """The frames of a video that the model is given."""
+        return kind_of(self.transformer, self.config.condition, has_token_times=self.has_token_times)
+
+    @property
+    def has_token_times(self) -> bool:
+        """Whether the model takes a timestep per token (TI2V), so that the first frame can be noise-free."""
+        if self.pretrained is None and int(self.transformer["in_channels"]) == _TI2V_CHANNELS:
+            return True
+        parts = describe(self.config.parts_path, "parts_path") if self.config.parts_path else None
+        return any(model is not None and model.expand_timesteps for model in (self.pretrained, parts))
 
 
 def _is_whole_model(folder: WanFolder) -> bool:

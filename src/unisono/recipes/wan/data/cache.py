@@ -8,6 +8,7 @@ Several runs, ranks and settings can share one folder. No file name in the folde
     masks/<hash>.safetensors     packs of masks on the grid of the latents
     text/<hash>.safetensors      packs of caption embeddings, each distinct caption once
     sizes/<hash>.safetensors     without a cache: the size of each sample after cropping
+    conditions/<hash>.safetensors, image_embeddings/<hash>.safetensors   packs of given frames (image to video)
     bad/<key>.json               the reason why a file cannot be used
 """
 
@@ -26,6 +27,8 @@ from unisono.errors import ConfigError
 from unisono.recipes.common.bad_files import BadFiles, BadMedia, usable_samples
 from unisono.recipes.common.fingerprint import Keys
 from unisono.recipes.common.packs import PackEntry, PackReader, Packs
+from unisono.recipes.wan.condition.cached import ConditionCache, ConditionSettings
+from unisono.recipes.wan.condition.image_encoder import ImageEncoder
 from unisono.recipes.wan.data.cache_fill import Finish, fill, loaded_on_demand
 from unisono.recipes.wan.data.cached import CachedSamples
 from unisono.recipes.wan.data.crop import Crop, MediaKeys, media_of, short_videos
@@ -56,6 +59,8 @@ class CacheSettings:
     """Mean and standard deviation to normalise the user's own latents with; None if these are normalised already."""
     masked: bool = False
     """Whether the masks beside the samples are used."""
+    condition: ConditionSettings | None = None
+    """The given frames of an image-to-video model; None for other models."""
 
 
 class Cache:
@@ -78,11 +83,21 @@ class Cache:
         self._masks: MaskCache | None = None
         if settings.masked:
             self._masks = MaskCache(folder, sources, self._latent_keys, settings.crop, settings.geometry)
+        self._condition: ConditionCache | None = None
+        if settings.condition is not None:
+            of_latents = (settings.crop, settings.geometry, settings.vae, self._latent_keys)
+            self._condition = ConditionCache(folder, sources, settings.condition, *of_latents, self._bad)
         self._caption_keys = Keys("caption", _FORMAT, settings.text, settings.text_length, str(settings.text_dtype))
         self._extra = {self._caption_keys.of_text(caption): Source("", None, caption) for caption in captions}
         self._extra_entries: dict[str, PackEntry] = {}
 
-    def fill(self, work: Work, text_encoder: Callable[[], TextEncoder], vae: Callable[[], WanVae]) -> None:
+    def fill(
+        self,
+        work: Work,
+        text_encoder: Callable[[], TextEncoder],
+        vae: Callable[[], WanVae],
+        image_encoder: Callable[[], ImageEncoder] | None = None,
+    ) -> None:
         """Computes this rank's share of the missing entries; loads a model only if it is needed."""
         captions = {**self._extra, **dict(zip(self._text_keys, self._sources, strict=True))}
         with loaded_on_demand(text_encoder, work.device) as encoder:
@@ -93,6 +108,8 @@ class Cache:
             fill(work, self._latents, self._bad, "encoding latents", latents, read)
         if self._masks:
             self._masks.fill(work, self._bad)
+        if self._condition is not None:
+            self._condition.fill(work, vae, image_encoder)
 
     def _is_latent(self, entry: PackEntry) -> bool:
         geometry, shape = self._settings.geometry, entry.shape
@@ -134,6 +151,8 @@ class Cache:
         needed: list[tuple[Container[str], Sequence[str]]] = [(latents, self._latent_keys), (texts, self._text_keys)]
         if self._masks:
             needed.append((self._masks.find(), self._masks.keys))
+        if self._condition:
+            needed += self._condition.needed()
         good, remarks = usable_samples(self._sources, needed, self._bad, leave_out_bad)
         captions = list(dict.fromkeys(self._text_keys[index] for index in good))
         number = {key: index for index, key in enumerate(captions)}
@@ -147,6 +166,7 @@ class Cache:
             [number[self._text_keys[index]] for index in good],
             self._settings.text_length,
             self._masks.open(good) if self._masks else None,
+            self._condition.readers(good) if self._condition else None,
         )
         frames = (1 + (entry.shape[1] - 1) * self._settings.geometry.temporal_factor for entry in entries)
         data.remarks = remarks + short_videos(data.sources, frames, self._settings.crop.num_frames)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -60,7 +60,7 @@ class ShapedSamples(Dataset[dict[str, Any]]):
 
 
 class CachedSamples(ShapedSamples):
-    """Latents and caption embeddings from the cache."""
+    """Latents, caption embeddings, and for image-to-video models the given frames, from the cache."""
 
     def __init__(
         self,
@@ -72,17 +72,20 @@ class CachedSamples(ShapedSamples):
         text_of: Sequence[int],
         text_length: int,
         masks: CachedMasks | None = None,
+        others: Mapping[str, PackReader] | None = None,
     ) -> None:
+        """`others` are further tensors of each sample, by their names in a batch, in the order of `latents`."""
         super().__init__(sources, shapes, geometry)
         self._latents, self._latent_of = latents, np.arange(len(shapes), dtype=np.int32)
         self._texts, self._text_of = texts, np.array(text_of, dtype=np.int32)
-        self._text_length, self._masks = text_length, masks
+        self._text_length, self._masks, self._others = text_length, masks, dict(others or {})
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         item: dict[str, Any] = {
             "latent": self._latents[self._latent_of[index]],
             "text": pad(self._texts[self._text_of[index]], self._text_length),
             "index": index,
+            **{name: reader[self._latent_of[index]] for name, reader in self._others.items()},
         }
         if self._masks is not None:
             item["mask"] = self._masks.mask(int(self._latent_of[index]), item["latent"].shape)

@@ -23,6 +23,8 @@ from unisono.recipes.wan.data.metadata import CAPTION_LISTS, MEDIA_LISTS, TABLES
 
 LATENT, EMBEDDING = ".latent.safetensors", ".safetensors"
 MASKS = (".mask.png", ".mask.mp4")
+FIRST, LAST = ".first", ".last"
+"""Ends of the names of pictures that replace the first and the last frame of a sample: a.first.png for a.mp4."""
 _MEDIA = (*VIDEO_SUFFIXES, *IMAGES)
 _MOST_CHARACTERS = 65_536  # limit of a caption; a model takes 512 tokens
 _NO_CAPTION = "has no caption"
@@ -41,6 +43,10 @@ class Source:
     latent: Path | None = None
     embedding: Path | None = None
     mask: Path | None = None
+    first: Path | None = None
+    """A picture to give to an image-to-video model instead of the first frame."""
+    last: Path | None = None
+    """A picture to give instead of the last frame."""
 
 
 @dataclass(frozen=True)
@@ -166,6 +172,10 @@ def _side_by_side(tree: Tree) -> _Samples:
             texts[stem] = path
     for path in _beside_samples(media):
         media[splitext(path)[0]].remove(path)
+    for stem in [stem for stem in media if stem not in texts and _owner_of(stem) in media]:
+        media[stem] = [path for path in media[stem] if not path.lower().endswith(IMAGES)]
+        if not media[stem]:
+            del media[stem]
     for stem, paths in sorted(media.items()):
         if len(paths) > 1 and stem + LATENT in tree:
             raise ConfigError(f"{tree.path(stem + LATENT)} could belong to {' or '.join(paths)}; rename one of them")
@@ -217,7 +227,22 @@ def _add(samples: _Samples, tree: Tree, where: str, stem: str, media: str | None
         samples.bad.append(_Bad(where, f"it has two masks, {masks[0].name} and {masks[1].name}", "remove one of them"))
     else:
         path = None if media is None else tree.path(media)
-        samples.sources.append(Source(media or stem + LATENT, path, caption, latent, embedding, *masks))
+        mask = masks[0] if masks else None
+        first, last = (_picture(tree, stem + end) for end in (FIRST, LAST))
+        samples.sources.append(Source(media or stem + LATENT, path, caption, latent, embedding, mask, first, last))
+
+
+def _picture(tree: Tree, stem: str) -> Path | None:
+    """The picture of this name, with any suffix."""
+    paths = [stem + suffix for suffix in IMAGES if stem + suffix in tree]
+    if len(paths) > 1:
+        raise ConfigError(f"{tree.path(paths[0])} and {paths[1]} are both given frames of one sample; remove one")
+    return tree.path(paths[0]) if paths else None
+
+
+def _owner_of(stem: str) -> str | None:
+    """The name of the sample that a picture named `stem` belongs to, as a given frame; None for other names."""
+    return next((stem.removesuffix(end) for end in (FIRST, LAST) if stem.endswith(end)), None)
 
 
 def _refuse_empty(samples: _Samples, folder: Path, hint: str) -> None:

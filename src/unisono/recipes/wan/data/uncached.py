@@ -19,6 +19,8 @@ from unisono.errors import ConfigError
 from unisono.recipes.common.bad_files import BadFiles, usable_samples
 from unisono.recipes.common.fingerprint import Keys
 from unisono.recipes.common.packs import PackReader, Packs
+from unisono.recipes.wan.condition.given import GivenFrames
+from unisono.recipes.wan.condition.kind import ConditionKind
 from unisono.recipes.wan.data import media
 from unisono.recipes.wan.data.cache_fill import Finish, fill
 from unisono.recipes.wan.data.cached import Shape, ShapedSamples
@@ -30,13 +32,22 @@ from unisono.recipes.wan.models.vae import Geometry
 
 
 class UncachedSamples(ShapedSamples):
-    """Frames and captions, which `WanVae.encode_frames` and `TextEncoder.encode` encode in every step."""
+    """Frames and captions, which `WanVae.encode_frames` and `TextEncoder.encode` encode in every step.
+
+    With `given`, a sample also contains its given frames, for `condition_channels` and `ImageEncoder.encode`.
+    """
 
     def __init__(
-        self, sources: Sequence[Source], fits: Sequence[Fit], geometry: Geometry, crop: Crop, masked: bool = False
+        self,
+        sources: Sequence[Source],
+        fits: Sequence[Fit],
+        geometry: Geometry,
+        crop: Crop,
+        masked: bool = False,
+        given: GivenFrames | None = None,
     ) -> None:
         super().__init__(sources, [geometry.shape(fit.frames, fit.height, fit.width) for fit in fits], geometry)
-        self._fits, self._crop, self._masked = list(fits), crop, masked
+        self._fits, self._crop, self._masked, self._given = list(fits), crop, masked, given
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         source = self.sources[index]
@@ -47,6 +58,8 @@ class UncachedSamples(ShapedSamples):
             torch.set_rng_state(before)  # a mask has the same random window as its video
             item["mask"] = self._mask(source, self.shape(index))
             torch.set_rng_state(after)
+        if self._given is not None:
+            item["given"] = self._given.chosen(source, self._fits[index], item["frames"])
         return {**item, "index": index}
 
     def _mask(self, source: Source, shape: Shape) -> Tensor:
@@ -63,8 +76,15 @@ class SampleSizes:
     """The size of each sample after cropping, computed once by all ranks together, and stored."""
 
     def __init__(
-        self, folder: Path, sources: Sequence[Source], crop: Crop, geometry: Geometry, masked: bool = False
+        self,
+        folder: Path,
+        sources: Sequence[Source],
+        crop: Crop,
+        geometry: Geometry,
+        masked: bool = False,
+        condition: ConditionKind | None = None,
     ) -> None:
+        """`condition`: the frames that an image-to-video model is given; None for other models."""
         for source in sources:
             if source.latent is not None or source.embedding is not None:
                 raise ConfigError(
@@ -72,6 +92,7 @@ class SampleSizes:
                     "--no_cache, or move those files away"
                 )
         self._sources, self._crop, self._geometry, self._masked = sources, crop, geometry, masked
+        self._given = None if condition is None else GivenFrames(condition, crop, geometry)
         self._sizes, self._bad = Packs(folder / "sizes"), BadFiles(folder / "bad")
 
     def fill(self, work: Work) -> None:
@@ -84,6 +105,8 @@ class SampleSizes:
         fit = self._crop.fit(path, self._geometry.multiple)
         if self._masked and source.mask is not None:
             check_same_frames(source.mask, media.probe(path), "mask")
+        if self._given is not None:
+            self._given.check(source, self._given.fit(source))
         size = torch.tensor([fit.frames, fit.height, fit.width])
         return lambda: size
 
@@ -93,7 +116,8 @@ class SampleSizes:
         good, remarks = usable_samples(self._sources, [(entries, self._keys)], self._bad, leave_out_bad)
         sizes = PackReader(self._sizes.folder, [entries[self._keys[index]] for index in good])
         fits = [Fit(*sizes[number].tolist()) for number in range(len(good))]
-        data = UncachedSamples([self._sources[index] for index in good], fits, self._geometry, self._crop, self._masked)
+        some = [self._sources[index] for index in good]
+        data = UncachedSamples(some, fits, self._geometry, self._crop, self._masked, self._given)
         data.remarks = remarks + short_videos(data.sources, (fit.frames for fit in fits), self._crop.num_frames)
         return data
 
@@ -101,6 +125,14 @@ class SampleSizes:
     def _keys(self) -> list[str]:
         keys = MediaKeys(self._crop, lambda crop: Keys("size", self._geometry.multiple, asdict(crop)))
         sizes = [keys.of(source) for source in self._sources]
+        if self._given is not None:
+            with_given = Keys("size with given frames")
+            sizes = [
+                with_given.of_text(
+                    "\0".join([size, *(with_given.of_file("", picture) for picture in pictures if picture)])
+                )
+                for size, pictures in zip(sizes, map(self._given.pictures_of, self._sources), strict=True)
+            ]
         if not self._masked:
             return sizes
         with_mask = Keys("size with mask")

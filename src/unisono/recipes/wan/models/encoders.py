@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +15,9 @@ from unisono.checkpoint.tensor_file import TensorFile
 from unisono.errors import ConfigError
 from unisono.recipes.common.fingerprint import of_folders
 from unisono.recipes.common.model_files import read_json
+from unisono.recipes.wan.condition import image_encoder
+from unisono.recipes.wan.condition.image_encoder import ImageEncoder
+from unisono.recipes.wan.condition.kind import channels_of
 from unisono.recipes.wan.models.load import WanFolder
 from unisono.recipes.wan.models.text import TextEncoder, check_width
 from unisono.recipes.wan.models.vae import Geometry, WanVae, check_channels, statistics
@@ -50,6 +54,17 @@ class Encoders(ABC):
     def fingerprints(self) -> tuple[str, str]:
         """Hashes of the VAE and of the text encoder."""
 
+    def image_encoder(self) -> ImageEncoder:
+        """Loads the image encoder, on the CPU."""
+        raise ConfigError("no image encoder; pass --parts_path FOLDER, an image-to-video model in diffusers' layout")
+
+    def image_fingerprint(self) -> str:
+        """A hash of the image encoder."""
+        raise ConfigError("no image encoder; pass --parts_path FOLDER, an image-to-video model in diffusers' layout")
+
+    image_tokens: int = 0
+    """Tokens of a given frame's embedding; 0 for a model without an image encoder."""
+
     def statistics(self) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation of the VAE's latents, each [C, 1, 1, 1]."""
         return self.vae().statistics
@@ -69,10 +84,17 @@ class FolderEncoders(Encoders):
         check_width(text, transformer)
         self.geometry = Geometry.of(vae, int(transformer["patch_size"][1]))
         self.text_width, self.text_length = int(text["d_model"]), folder.text_length
+        self._image_parts: tuple[Path, ...] = ()
+        if transformer.get("image_dim"):
+            self._image_parts = tuple(self._part(name) for name in image_encoder.FOLDERS)
+            config = read_json(self._image_parts[0] / "config.json", dict)
+            config = config.get("vision_config") or config  # CLIPModel contains the config of the vision model
+            image_encoder.check_image_encoder(config, transformer, self.text_length)
+            self.image_tokens = image_encoder.num_tokens(config)
 
     def check_files(self) -> None:
         """Checks the headers of the weights, the VAE's statistics, and the tokenizer's files."""
-        for name in ("vae", "text_encoder"):
+        for name in ("vae", "text_encoder", *(["image_encoder"] if self._image_parts else [])):
             files = sorted(self._part(name).glob("*.safetensors"))
             if not files:
                 raise ConfigError(f"{self._part(name)} has no .safetensors file; use a complete copy of the model")
@@ -96,6 +118,16 @@ class FolderEncoders(Encoders):
     def text_encoder(self) -> TextEncoder:
         """Loads tokenizer and text encoder in `text_dtype`, on the CPU."""
         return TextEncoder.load(self._part("tokenizer"), self._part("text_encoder"), self.text_dtype)
+
+    def image_encoder(self) -> ImageEncoder:
+        """Loads the image encoder and the image processor in float32, on the CPU."""
+        if not self._image_parts:
+            return super().image_encoder()
+        return ImageEncoder.load(*self._image_parts)
+
+    def image_fingerprint(self) -> str:
+        """A hash of the files of the image encoder and the image processor."""
+        return image_encoder.fingerprint(*self._image_parts) if self._image_parts else super().image_fingerprint()
 
     def fingerprints(self) -> tuple[str, str]:
         """Hashes of the files of the VAE and of the text encoder."""
@@ -128,9 +160,12 @@ class FolderEncoders(Encoders):
     def _part(self, name: str) -> Any:
         folder = self._folder.part(name)
         if folder is None:
+            of_image = name in image_encoder.FOLDERS
+            parts = "image encoder and image processor" if of_image else "VAE, text encoder and tokenizer"
+            model = "an image-to-video model" if of_image else "a Wan model"
             raise ConfigError(
-                f"{self._folder.path} has no {name}; pass --parts_path FOLDER, a Wan model in diffusers' layout, for "
-                "VAE, text encoder and tokenizer"
+                f"{self._folder.path} has no {name}; pass --parts_path FOLDER, {model} in diffusers' layout, for "
+                f"{parts}"
             )
         return folder
 
@@ -204,6 +239,6 @@ class NoEncoders(Encoders):
 
 def no_encoders(transformer: Mapping[str, Any], text_length: int) -> NoEncoders:
     """Derives the geometry of a transformer's VAE from its number of channels, which the published VAEs differ in."""
-    channels = int(transformer["in_channels"])
+    _, channels = channels_of(transformer)
     geometry = Geometry(channels, 4, 16 if channels == 48 else 8, int(transformer["patch_size"][1]))
     return NoEncoders(geometry, int(transformer["text_dim"]), text_length)

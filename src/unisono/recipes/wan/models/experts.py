@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from unisono.recipes.wan.condition.inputs import Condition
 from unisono.recipes.wan.objective import TIMESTEPS
 
 HIGH, LOW = "transformer", "transformer_2"  # diffusers' names
@@ -43,11 +44,21 @@ class Experts(nn.Module):
         assert self.boundary is not None
         return self._modules[HIGH if sigma >= self.boundary else LOW]  # type: ignore[return-value]
 
-    def forward(self, noisy: Tensor, sigma: Tensor, text: Tensor, times: Tensor | None = None) -> Tensor:
-        """The velocity at [batch, ...] points of these noise levels; `times` are timesteps per token (TI2V)."""
+    def forward(
+        self,
+        noisy: Tensor,
+        sigma: Tensor,
+        text: Tensor,
+        times: Tensor | None = None,
+        condition: Condition | None = None,
+    ) -> Tensor:
+        """The velocity at [batch, ...] points of these noise levels.
+
+        `times` are timesteps per token (TI2V), `condition` holds the given frames of an image-to-video model.
+        """
         times = sigma * TIMESTEPS if times is None else times
         if not self.both:
-            return velocity_of(next(iter(self.children())), noisy, times, text)
+            return velocity_of(next(iter(self.children())), noisy, times, text, condition)
         assert self.boundary is not None
         # Each sample goes to its expert. An expert without samples computes one and discards the result, because under
         # FSDP all ranks must run the same collectives.
@@ -59,14 +70,18 @@ class Experts(nn.Module):
             if discarded and not self._shared_by_ranks:
                 continue
             rows = rows.new_zeros(1) if discarded else rows
-            part = velocity_of(self._modules[name], noisy[rows], times[rows], text[rows])  # type: ignore[arg-type]
+            given = None if condition is None else condition.rows(rows)
+            part = velocity_of(self._modules[name], noisy[rows], times[rows], text[rows], given)
             velocity = velocity.index_add(0, rows, (part * 0 if discarded else part).to(velocity.dtype))
         return velocity
 
 
-def velocity_of(transformer: nn.Module, noisy: Tensor, times: Tensor, text: Tensor) -> Tensor:
+def velocity_of(
+    transformer: Any, noisy: Tensor, times: Tensor, text: Tensor, condition: Condition | None = None
+) -> Tensor:
     """The velocity that one transformer predicts."""
-    velocity: Tensor = transformer(noisy, times, text, return_dict=False)[0]
+    channels, keywords = (noisy, {}) if condition is None else condition.with_noisy(noisy)
+    velocity: Tensor = transformer(channels, times, text, **keywords, return_dict=False)[0]
     return velocity
 
 

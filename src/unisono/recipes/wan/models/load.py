@@ -14,9 +14,12 @@ import torch
 from unisono.config.values import shown
 from unisono.errors import ConfigError
 from unisono.recipes.common.model_files import read_json
+from unisono.recipes.wan.condition.image_encoder import FOLDERS
+from unisono.recipes.wan.condition.kind import MASK_CHANNELS, has_condition_channels
 from unisono.recipes.wan.models.unsupported import refuse_class
 from unisono.recipes.wan.models.weight_names import config_of
 from unisono.recipes.wan.models.weights import open_weights, refuse_pickle
+from unisono.recipes.wan.settings import TINY_NAMES
 
 _COMMON: dict[str, Any] = {
     **{"patch_size": (1, 2, 2), "attention_head_dim": 128, "text_dim": 4096, "freq_dim": 256},
@@ -29,13 +32,34 @@ def _size(heads: int, layers: int, ffn: int, channels: int) -> dict[str, Any]:
     return {**_COMMON, "num_attention_heads": heads, "num_layers": layers, "ffn_dim": ffn, **in_and_out}
 
 
+def _with_given_frames(
+    size: dict[str, Any], *, image_positions: int | None = None, embedding: bool = True
+) -> dict[str, Any]:
+    """An image-to-video model of a size: input channels for mask and latent, and attention to image embeddings."""
+    width = size["num_attention_heads"] * size["attention_head_dim"]
+    image = {"image_dim": 1280, "added_kv_proj_dim": width, "pos_embed_seq_len": image_positions} if embedding else {}
+    return {**size, "in_channels": 2 * size["out_channels"] + MASK_CHANNELS, **image}
+
+
 CONFIGS: dict[str, dict[str, Any]] = {
     "1.3b": _size(12, 30, 8960, 16),
     "14b": _size(40, 40, 13824, 16),
     "ti2v-5b": _size(24, 30, 14336, 48),
     "a14b": _size(40, 40, 13824, 16),  # the size of one of its two experts
+    "i2v-14b": _with_given_frames(_size(40, 40, 13824, 16)),
+    "flf2v-14b": _with_given_frames(_size(40, 40, 13824, 16), image_positions=2 * 257),
+    "i2v-a14b": _with_given_frames(_size(40, 40, 13824, 16), embedding=False),
 }
-BOUNDARY = 0.875  # the σ at which A14B's high-noise expert hands over to the low-noise one; 0.9 for image-to-video
+BOUNDARIES = {"a14b": 0.875, "i2v-a14b": 0.9}
+"""The σ at which the high-noise expert of a model with two experts hands over to the low-noise one."""
+BOUNDARY = BOUNDARIES["a14b"]
+
+
+def boundary_for(transformer: Mapping[str, Any]) -> float:
+    """The boundary of a model with two experts that was published without one."""
+    return BOUNDARIES["i2v-a14b" if has_condition_channels(transformer) else "a14b"]
+
+
 TEXT_LENGTH = 512  # tokens of text that every published model was trained with
 _NUMBERS = (
     *("num_attention_heads", "attention_head_dim", "in_channels", "out_channels", "text_dim", "freq_dim", "ffn_dim"),
@@ -47,7 +71,8 @@ EXPERT_FOLDERS = {
     "transformer_2": "low_noise_model",
 }  # folder names of diffusers, and of the Wan repository
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_HUB_PARTS = ("transformer", "transformer_2", "vae", "text_encoder", "tokenizer", "scheduler", *EXPERT_FOLDERS.values())
+_PARTS = ("transformer", "transformer_2", "vae", "text_encoder", "tokenizer", "scheduler", *FOLDERS)
+_HUB_PARTS = (*_PARTS, *EXPERT_FOLDERS.values())
 _HUB_KINDS = ("*.json", "*.safetensors", "*.model", "*.txt")
 
 
@@ -162,7 +187,7 @@ def _described_by_weights(kind: str, path: Path, transformers: Mapping[str, Path
     """Derives from the number of channels the properties that the Wan repository stores in code, not in files."""
     shapes = open_weights(next(iter(transformers.values()))).shapes()
     channels = (*shapes.get("patch_embedding.weight", ()), 0, 0)[1]
-    boundary = (BOUNDARY if channels == 16 else 0.9) if len(transformers) > 1 else None
+    boundary = BOUNDARIES["a14b" if channels == 16 else "i2v-a14b"] if len(transformers) > 1 else None
     return WanFolder(kind, path, transformers, boundary, expand_timesteps=channels == 48)
 
 
@@ -181,7 +206,7 @@ def transformer_config(
         return _named_config(model_config)
     if model_path is None:
         raise ConfigError(
-            f"no model: pass model_path, or model_config to train from scratch (tiny, {', '.join(CONFIGS)})"
+            f"no model: pass model_path, or model_config to train from scratch ({', '.join((*TINY_NAMES, *CONFIGS))})"
         )
     folder = model_path if isinstance(model_path, WanFolder) else describe(model_path)
     if part not in folder.transformers:
@@ -199,15 +224,15 @@ def transformer_config(
 
 def _named_config(model_config: str) -> dict[str, Any]:
     name = model_config.lower()
-    if name == "tiny":
+    if name in TINY_NAMES:
         from unisono.recipes.wan.tiny.models import tiny_transformer_config
 
-        return dict(tiny_transformer_config())
+        return tiny_transformer_config(given_frames=name == "tiny-i2v")
     if name in CONFIGS:
         return dict(CONFIGS[name])
     path = Path(model_config).expanduser()
     if not path.is_file():
-        raise ConfigError(f"model_config {model_config}: expected tiny, {', '.join(CONFIGS)} or a JSON file")
+        raise ConfigError(f"model_config {model_config}: expected {', '.join((*TINY_NAMES, *CONFIGS))} or a JSON file")
     return checked_config(read_json(path, dict), str(path))
 
 

@@ -43,6 +43,8 @@ from unisono.recipes.wan.settings import Kind
 
 TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2")
 """Name endings of the layers that get a LoRA: all projections of both attentions, and the feed-forward layers."""
+IMAGE_TARGETS = ("add_k_proj", "add_v_proj")
+"""The same for the attention to image embeddings, in models that have it."""
 FILE = "pytorch_lora_weights.safetensors"
 SECOND = "transformer_2"  # the folder beside FILE for the low-noise expert
 COMFY_FILE = {"transformer": "comfyui_lora.safetensors", SECOND: "comfyui_lora_low_noise.safetensors"}

@@ -1,7 +1,7 @@
 """Kinds of Wan models that cannot be trained, recognised by their weights, classes and channels.
 
-All of them have inputs besides text: an image, a control video, a voice, a pose. Training on text and videos alone
-would make them forget how to use these inputs.
+All of them have inputs besides text and given frames: a control video, a voice, a pose. Training without these inputs
+would make the models forget how to use them.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from unisono.errors import ConfigError
+from unisono.recipes.wan.condition.kind import channels_of, has_condition_channels
 
 _BY_WEIGHT = {
     "a VACE model": ("vace_blocks.", "vace_patch_embedding."),
@@ -27,9 +28,11 @@ _BY_CLASS = {
     "a control model": ("control",),
     "a speech-to-video (S2V) model": ("s2v", "speech"),
     "an Animate model": ("animate",),
-    "an image-to-video model": ("imagetovideo",),
 }
-TRAINABLE = "text-to-video models (Wan 2.1 T2V, Wan 2.2 T2V-A14B and TI2V-5B) can be trained here"
+TRAINABLE = (
+    "text-to-video and image-to-video models (Wan 2.1 T2V, I2V and FLF2V, Wan 2.2 T2V-A14B, I2V-A14B and TI2V-5B) can "
+    "be trained here"
+)
 
 
 def refuse_weights(names: Iterable[str], where: str) -> None:
@@ -48,11 +51,25 @@ def refuse_class(name: str, where: str) -> None:
 
 
 def refuse_channels(transformer: Mapping[str, Any], where: str) -> None:
-    """Raises ConfigError for a transformer with more input than output channels: the rest is an image or a video."""
-    inputs = int(transformer.get("in_channels") or 16)
-    outputs = int(transformer.get("out_channels") or inputs)
+    """Raises ConfigError for input channels that are neither a latent nor those of an image-to-video model."""
+    inputs, outputs = channels_of(transformer)
+    if inputs > outputs and not has_condition_channels(transformer):
+        raise ConfigError(
+            f"{where} takes {inputs} channels, {inputs - outputs} of them for a control video (Fun, control), and "
+            f"cannot be trained; only {TRAINABLE}"
+        )
+    if transformer.get("image_dim") and inputs == outputs:
+        raise ConfigError(
+            f"{where} attends to an image, but takes only the {inputs} channels of a latent, and cannot be trained; "
+            f"only {TRAINABLE}"
+        )
+
+
+def refuse_given_frames(transformer: Mapping[str, Any], where: str) -> None:
+    """Raises ConfigError for an image-to-video model where there are only prompts."""
+    inputs, outputs = channels_of(transformer)
     if inputs > outputs:
         raise ConfigError(
-            f"{where} takes {inputs} channels, {inputs - outputs} of them for an image or a control video "
-            f"(image-to-video, Fun, control), and cannot be trained; only {TRAINABLE}"
+            f"{where} takes {inputs} channels, {inputs - outputs} of them for given frames or a control video, and "
+            "prompts alone do not give it any; use a text-to-video model"
         )

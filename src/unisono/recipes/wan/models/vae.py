@@ -20,6 +20,7 @@ from unisono.config.values import shown
 from unisono.errors import ConfigError
 from unisono.recipes.common.fingerprint import of_module
 from unisono.recipes.wan.checks import check_frames, check_size
+from unisono.recipes.wan.condition.kind import MASK_CHANNELS, channels_of, has_condition_channels
 from unisono.recipes.wan.data.media import to_unit
 from unisono.recipes.wan.models.parts import count_in, load_part
 
@@ -130,14 +131,13 @@ class WanVae:
 def check_channels(vae_config: Mapping[str, Any], transformer_config: Mapping[str, Any]) -> None:
     """Raises ConfigError if a transformer does not accept the latents of a VAE."""
     latent = count_in(vae_config, "z_dim", "VAE", 16)
-    inputs = int(transformer_config.get("in_channels") or 16)
-    outputs = int(transformer_config.get("out_channels") or inputs)
-    if inputs == outputs == latent:
+    inputs, outputs = channels_of(transformer_config)
+    if outputs == latent and (inputs == latent or has_condition_channels(transformer_config)):
         return
     if outputs == latent < inputs:
         raise ConfigError(
-            f"the transformer takes {inputs} channels, {inputs - latent} of them for a conditioning image, and such "
-            f"models cannot be trained; use a text-to-video model, which takes {latent}"
+            f"the transformer takes {inputs} channels, and this VAE's latents give {latent} to a text-to-video model "
+            f"or {2 * latent + MASK_CHANNELS} to an image-to-video model; other models cannot be trained"
         )
     raise ConfigError(
         f"the transformer takes {inputs} channels and outputs {outputs}, but the VAE's latents have {latent}; "

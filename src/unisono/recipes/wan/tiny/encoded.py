@@ -12,31 +12,39 @@ from torch.utils.data import Dataset
 
 from unisono.atomic_files import atomic_file
 from unisono.engine.recipe import Work
+from unisono.recipes.wan.condition.inputs import condition_channels
+from unisono.recipes.wan.condition.kind import ConditionKind
+from unisono.recipes.wan.data.media import from_unit
 from unisono.recipes.wan.models.vae import WanVae
-from unisono.recipes.wan.tiny.shapes import Shapes, labels
+from unisono.recipes.wan.tiny.shapes import Shapes, directions, labels
 
 _AT_ONCE = 64
 
 
 class EncodedShapes(Dataset[dict[str, Any]]):
-    """Latents of shapes with the embeddings of their captions, and their labels."""
+    """Latents of shapes with the embeddings of their captions, and their labels.
 
-    def __init__(self, shapes: Shapes, latents: Tensor, texts: dict[str, Tensor]) -> None:
-        self.shapes, self._latents, self._texts = shapes, latents, texts
+    For an image-to-video model also the condition, the given frames and the direction of motion.
+    """
+
+    def __init__(self, shapes: Shapes, encoded: dict[str, Tensor], texts: dict[str, Tensor]) -> None:
+        self.shapes, self._encoded, self._texts = shapes, encoded, texts
         plans = [shapes.plan(index) for index in range(len(shapes))]
         self._captions = [plan.caption for plan in plans]
         self._colours, self._kinds = labels(plans)
+        self._directions = directions(plans)
 
     def __len__(self) -> int:
-        return len(self._latents)
+        return len(self._colours)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return {
-            "latent": self._latents[index],
+        sample = {
+            **{name: tensors[index] for name, tensors in self._encoded.items()},
             "text": self._texts[self._captions[index]],
             "colour": self._colours[index],
             "kind": self._kinds[index],
         }
+        return sample if "given" not in sample else {**sample, "direction": self._directions[index]}
 
 
 def is_encoded(shapes: Shapes, folder: Path) -> bool:
@@ -48,19 +56,24 @@ def _file(folder: Path, start: int) -> Path:
     return folder / f"{start:08d}.safetensors"
 
 
-def encode(work: Work, shapes: Shapes, folder: Path, vae: WanVae) -> None:
-    """Encodes this rank's share of the shapes, in files of several samples each."""
+def encode(work: Work, shapes: Shapes, folder: Path, vae: WanVae, condition: ConditionKind) -> None:
+    """Encodes this rank's share of the shapes, in files of several samples each; with the frames of `condition`."""
     folder.mkdir(parents=True, exist_ok=True)
     for start in work.share(range(0, len(shapes), _AT_ONCE)):
         file = _file(folder, start)
         if file.exists() or work.stopping:
             continue
         frames = torch.stack([shapes[index]["frames"] for index in range(start, min(start + _AT_ONCE, len(shapes)))])
+        encoded = {"latent": vae.encode(frames)}
+        if condition.has_channels:
+            given = torch.stack([from_unit(clip)[[0, -1][: condition.num_frames]] for clip in frames])
+            channels = [condition_channels(vae, pictures, frames.shape[2]) for pictures in given]
+            encoded |= {"given": given, "condition": torch.stack(channels)}
         with atomic_file(file) as temporary:
-            save_file({"latents": vae.encode(frames)}, temporary)
+            save_file(encoded, temporary)
 
 
 def read(shapes: Shapes, folder: Path, texts: dict[str, Tensor]) -> EncodedShapes:
     """The shapes that all ranks have encoded."""
-    latents = [load_file(file)["latents"] for file in sorted(folder.glob("*.safetensors"))]
-    return EncodedShapes(shapes, torch.cat(latents), texts)
+    files = [load_file(file) for file in sorted(folder.glob("*.safetensors"))]
+    return EncodedShapes(shapes, {name: torch.cat([file[name] for file in files]) for name in files[0]}, texts)

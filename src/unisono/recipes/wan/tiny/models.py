@@ -17,6 +17,7 @@ from torch import Tensor
 
 from unisono.data.bits import key_of, random_bits, to_unit
 from unisono.errors import ConfigError
+from unisono.recipes.wan.condition.kind import MASK_CHANNELS
 from unisono.recipes.wan.tiny.shapes import COLOURS, DIRECTIONS, SHAPES, WORDINGS
 
 # A type checker sees no methods of these classes, or not even the classes.
@@ -45,13 +46,13 @@ class PipelineParts(NamedTuple):
     scheduler: FlowMatchEulerDiscreteScheduler
 
 
-def tiny_transformer_config() -> dict[str, Any]:
-    """Arguments of a tiny `WanTransformer3DModel`: 0.7 M parameters."""
+def tiny_transformer_config(*, given_frames: bool = False) -> dict[str, Any]:
+    """Arguments of a tiny `WanTransformer3DModel`: 0.7 M parameters; with `given_frames`, an image-to-video model."""
     return {
         "patch_size": (1, 2, 2),
         "num_attention_heads": 4,
         "attention_head_dim": 24,
-        "in_channels": _LATENT_CHANNELS,
+        "in_channels": 2 * _LATENT_CHANNELS + MASK_CHANNELS if given_frames else _LATENT_CHANNELS,
         "out_channels": _LATENT_CHANNELS,
         "text_dim": _TEXT_DIM,
         "freq_dim": 256,

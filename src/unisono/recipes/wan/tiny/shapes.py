@@ -32,6 +32,9 @@ SHAPES = ("circle", "square", "triangle", "cross")
 DIRECTIONS: dict[str, tuple[float, float]] = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
 """Names and their directions, x to the right and y down."""
 
+TRAVEL = (0.2, 0.3)
+"""Range of the distance that a moving shape covers in a clip, as fractions of the image's side."""
+
 WORDINGS = (
     "a {colour} {shape}",
     "one {colour} {shape}",
@@ -110,7 +113,7 @@ class Shapes(Dataset[Drawing]):
             background=between(0.0, 0.3),
             centre=(between(0.44, 0.56), between(0.44, 0.56)),
             radius=between(0.26, 0.34),
-            travel=between(0.2, 0.3) if direction else 0.0,
+            travel=between(*TRAVEL) if direction else 0.0,
         )
 
 
@@ -131,6 +134,11 @@ def labels(plans: list[Plan]) -> tuple[Tensor, Tensor]:
     """The indices of the colours, and of the shapes, [items] each."""
     colours = torch.tensor([list(COLOURS).index(plan.colour) for plan in plans])
     return colours, torch.tensor([SHAPES.index(plan.shape) for plan in plans])
+
+
+def directions(plans: list[Plan]) -> Tensor:
+    """The indices of the directions of motion, [items]; -1 for a shape that does not move."""
+    return torch.tensor([list(DIRECTIONS).index(plan.direction) if plan.direction else -1 for plan in plans])
 
 
 def _outside(shape: str, x: Tensor, y: Tensor, radius: float) -> Tensor:

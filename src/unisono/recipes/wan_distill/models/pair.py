@@ -16,7 +16,7 @@ from unisono.recipes.wan.checks import check_positions
 from unisono.recipes.wan.models.encoders import Encoders, FolderEncoders
 from unisono.recipes.wan.models.experts import HIGH, LOW
 from unisono.recipes.wan.models.load import WanFolder, describe, transformer_config
-from unisono.recipes.wan.models.unsupported import refuse_channels
+from unisono.recipes.wan.models.unsupported import refuse_given_frames
 from unisono.recipes.wan.models.weights import Weights, open_weights
 from unisono.recipes.wan_distill.models.student import Student, complete_config, student_of
 from unisono.recipes.wan_distill.models.teacher import Guidance
@@ -46,7 +46,7 @@ class ModelPair:
     def teacher_config(self) -> Mapping[str, Any]:
         """The configuration of the teacher's transformer, which two experts share."""
         config = transformer_config(self.teacher, part=next(iter(self.teacher.transformers)))
-        refuse_channels(config, f"teacher_path {self.config.teacher_path}")
+        refuse_given_frames(config, f"teacher_path {self.config.teacher_path}")
         return config
 
     @property

@@ -12,6 +12,8 @@ from unisono.engine.recipe import Work
 from unisono.errors import ConfigError
 from unisono.formatting import format_count
 from unisono.recipes.common.streams import VIDEO_SUFFIXES
+from unisono.recipes.wan.condition.cached import ConditionSettings
+from unisono.recipes.wan.condition.kind import ConditionKind
 from unisono.recipes.wan.data.cache import Cache, CacheSettings
 from unisono.recipes.wan.data.cached import CachedSamples, ShapedSamples
 from unisono.recipes.wan.data.crop import Crop
@@ -34,7 +36,8 @@ def check_paths_exist(config: Any) -> None:
 class FolderData:
     """The images and videos of a folder, split into training and held-out samples."""
 
-    def __init__(self, config: Any, encoders: Encoders, prompts: Sequence[str]) -> None:
+    def __init__(self, config: Any, encoders: Encoders, prompts: Sequence[str], condition: ConditionKind) -> None:
+        self._given = condition if condition.has_channels else None
         self._config, self._encoders, self._prompts = config, encoders, prompts
         self._crop = Crop(config.num_frames, config.height, config.width, config.max_pixels, config.fps, config.window)
         self._indices: dict[str, Cache | SampleSizes] = {}
@@ -55,7 +58,7 @@ class FolderData:
                 self._opened.pop(split, None)
         for index in self._indices.values():
             if isinstance(index, Cache):
-                index.fill(work, self._encoders.text_encoder, self._encoders.vae)
+                index.fill(work, self._encoders.text_encoder, self._encoders.vae, self._encoders.image_encoder)
             else:
                 index.fill(work)
 
@@ -94,7 +97,7 @@ class FolderData:
     def _index(self, sources: list[Source], folder: Path, prompts: Sequence[str]) -> Cache | SampleSizes:
         config, encoders = self._config, self._encoders
         if config.no_cache:
-            return SampleSizes(folder, sources, self._crop, encoders.geometry, config.masked_loss)
+            return SampleSizes(folder, sources, self._crop, encoders.geometry, config.masked_loss, self._given)
         vae, text = encoders.fingerprints()
         sizes = encoders.text_width, encoders.text_length
         raw = config.latents == "raw" and any(source.latent is not None for source in sources)
@@ -102,9 +105,15 @@ class FolderData:
             *(vae, text, encoders.geometry, *sizes, self._crop, encoders.text_dtype),
             statistics=encoders.statistics() if raw else None,
             masked=config.masked_loss,
+            condition=self._condition_settings(),
         )
         without_caption = [""] if config.caption_dropout or config.guidance != 1 else []
         return Cache(folder, sources, settings, [*without_caption, *prompts])
+
+    def _condition_settings(self) -> ConditionSettings | None:
+        if self._given is None:
+            return None
+        return ConditionSettings(self._given, self._encoders.image_fingerprint() if self._given.has_embedding else "")
 
     def dataset(self, split: str) -> ShapedSamples | None:
         """The samples of a split."""

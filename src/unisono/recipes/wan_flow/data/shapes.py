@@ -10,6 +10,7 @@ from torch import Tensor
 
 from unisono.engine.recipe import Work
 from unisono.errors import ConfigError
+from unisono.recipes.wan.condition.kind import ConditionKind
 from unisono.recipes.wan.models.encoders import Encoders
 from unisono.recipes.wan.models.text import pad
 from unisono.recipes.wan.tiny.encoded import encode, is_encoded, read
@@ -22,8 +23,8 @@ _NUM_EVAL = 96  # four of each combination of colour and shape
 class ShapesData:
     """The built-in dataset: coloured shapes drawn by code."""
 
-    def __init__(self, config: Any, encoders: Encoders, prompts: Sequence[str]) -> None:
-        self._encoders = encoders
+    def __init__(self, config: Any, encoders: Encoders, prompts: Sequence[str], condition: ConditionKind) -> None:
+        self._encoders, self._condition = encoders, condition
         size, frames = config.height or _SIZE, config.num_frames
         if config.width not in (0, size):
             raise ConfigError(f"height {config.height}, width {config.width}: shapes are square; use equal values")
@@ -42,7 +43,7 @@ class ShapesData:
         if missing:
             work.message(f"drawing and encoding {sum(len(self._shapes[split]) for split in missing):,} shapes")
         for split in missing:
-            encode(work, self._shapes[split], self._split_folder(split), vae)
+            encode(work, self._shapes[split], self._split_folder(split), vae, self._condition)
 
     def dataset(self, split: str) -> Any:
         """The samples of a split."""
@@ -66,4 +67,5 @@ class ShapesData:
 
     def _split_folder(self, split: str) -> Path:
         shapes = self._shapes[split]
-        return self._folder / f"{split}_{len(shapes)}x{shapes.num_frames}x{shapes.size}"
+        given = f"_{self._condition.frames}" if self._condition.has_channels else ""
+        return self._folder / f"{split}_{len(shapes)}x{shapes.num_frames}x{shapes.size}{given}"
