@@ -297,8 +297,8 @@ def test_files_that_are_not_a_plain_transformer_are_rejected(tmp_path: Path) -> 
         "animate": ({**state, "face_adapter.fuser_blocks.0.k.weight": one}, "an Animate model"),
         "s2v": ({**state, "casual_audio_encoder.weights": one}, "a speech-to-video (S2V) model"),
         "lora": ({"diffusion_model.blocks.0.self_attn.q.lora_A.weight": one}, "LoRA"),
-        "other": ({"model.layers.0.weight": one}, "not a Wan text-to-video transformer"),
-        "empty": ({}, "not a Wan text-to-video transformer"),
+        "other": ({"model.layers.0.weight": one}, "not a Wan transformer"),
+        "empty": ({}, "not a Wan transformer"),
         "twice": ({**state, "module.head.head.bias": one}, "twice"),
         "half": ({name: it for name, it in state.items() if "patch" not in name}, "not a complete Wan transformer"),
         "narrow": (native(model().state_dict()), "multiple of 128"),
@@ -321,7 +321,7 @@ def test_files_that_are_not_a_plain_transformer_are_rejected(tmp_path: Path) -> 
 def test_models_with_other_inputs_than_text_are_rejected_by_name(
     kind: str, pipeline: str, words: str, tmp_path: Path
 ) -> None:
-    expected = "cannot be trained; only text-to-video models"
+    expected = "cannot be trained; only text-to-video and image-to-video models"
     (tmp_path / "config.json").write_text(json.dumps({**SMALL, "_class_name": kind}))
     refused(lambda: describe(tmp_path), words, expected)
     (tmp_path / "model_index.json").write_text(
@@ -348,16 +348,16 @@ def test_weights_with_unknown_layers_are_reported_as_another_kind_of_model(tmp_p
     )
 
 
-def test_image_to_video_and_control_models_are_recognised_by_their_channels_and_rejected(tmp_path: Path) -> None:
-    save_file(model({**SMALL, "in_channels": 36}).state_dict(), tmp_path / "diffusion_pytorch_model.safetensors")
-    config = {**SMALL, "in_channels": 36, "_class_name": "WanTransformer3DModel"}
+def test_control_models_are_refused_by_their_channels(tmp_path: Path) -> None:
+    save_file(model({**SMALL, "in_channels": 52}).state_dict(), tmp_path / "diffusion_pytorch_model.safetensors")
+    config = {**SMALL, "in_channels": 52, "_class_name": "WanTransformer3DModel"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     student = WanDistill(DistillConfig(teacher_path=str(tmp_path), data_path="shapes.txt")).setup
-    for look in (
-        lambda: WanFlow(FlowConfig(model_path=str(tmp_path))).setup.transformer,
-        lambda: student.teacher_config,
+    for look, words in (
+        (lambda: WanFlow(FlowConfig(model_path=str(tmp_path))).setup.transformer, "for a control video (Fun, control)"),
+        (lambda: student.teacher_config, "for given frames or a control video"),
     ):
-        refused(look, str(tmp_path), "takes 36 channels, 20 of them for an image or a control video", "T2V-A14B")
+        refused(look, str(tmp_path), f"takes 52 channels, 36 of them {words}")
 
 
 # Bad input

@@ -6,9 +6,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
+from diffusers import (
+    AutoencoderKLWan,
+    UniPCMultistepScheduler,
+    WanImageToVideoPipeline,
+    WanPipeline,
+    WanTransformer3DModel,
+)
 from PIL import Image
-from transformers import T5TokenizerFast, UMT5Config, UMT5EncoderModel
+from transformers import (
+    CLIPImageProcessor,
+    CLIPVisionConfig,
+    CLIPVisionModel,
+    T5TokenizerFast,
+    UMT5Config,
+    UMT5EncoderModel,
+)
 
 from unisono.recipes.wan.data.render import write_video
 from unisono.recipes.wan.tiny.models import PipelineParts
@@ -19,10 +32,10 @@ SMALL: dict[str, Any] = {
 }
 
 
-def parts(channels: int = 16) -> PipelineParts:
+def parts(channels: int = 16, text_length: int = 24) -> PipelineParts:
     """All parts of a pipeline except the transformer; 48 channels as in TI2V-5B."""
     pieces = ["<pad>", "</s>", "<unk>", "▁", "▁a", "▁red", "▁ball", *"abcdefghijklmnopqrstuvwxyz"]
-    tokenizer = T5TokenizerFast(vocab=[(piece, -1.0) for piece in pieces], extra_ids=0, model_max_length=24)
+    tokenizer = T5TokenizerFast(vocab=[(piece, -1.0) for piece in pieces], extra_ids=0, model_max_length=text_length)
     text = UMT5Config(vocab_size=len(pieces), d_model=32, d_kv=8, d_ff=37, num_layers=1, num_heads=4)
     shape: dict[str, Any] = {"base_dim": 3, "z_dim": channels, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1}
     if channels == 48:
@@ -50,6 +63,40 @@ def save_pipelines(root: Path) -> dict[str, Path]:
     for name, components in pipelines.items():
         WanPipeline(**components).save_pretrained(root / name)
     return {name: root / name for name in pipelines}
+
+
+def save_image_pipelines(root: Path) -> dict[str, Path]:
+    """Image-to-video pipelines of all kinds, saved by diffusers itself."""
+    torch.manual_seed(5)
+    clip = {"hidden_size": 32, "intermediate_size": 37, "num_hidden_layers": 3, "num_attention_heads": 4}
+    encoder = CLIPVisionModel(CLIPVisionConfig(**clip, image_size=32, patch_size=16, projection_dim=16)).eval()
+    processor = CLIPImageProcessor(crop_size=32, size=32)
+    channels = {**SMALL, "in_channels": 36}
+    embeds = {**channels, "image_dim": 32, "added_kv_proj_dim": 24}
+    with_clip = {**parts(text_length=512)._asdict(), "image_encoder": encoder, "image_processor": processor}
+    experts = {"transformer": model(channels), "transformer_2": model(channels, seed=1), "boundary_ratio": 0.9}
+    last = model({**embeds, "pos_embed_seq_len": 10})
+    torch.nn.init.normal_(last.condition_embedder.image_embedder.pos_embed, std=0.1)  # the constructor leaves zeros
+    pipelines: dict[str, dict[str, Any]] = {
+        "i2v": {**with_clip, "transformer": model(embeds)},
+        "flf2v": {**with_clip, "transformer": last},
+        "i2v-a14b": {**parts()._asdict(), **experts},
+    }
+    for name, components in pipelines.items():
+        WanImageToVideoPipeline(**components).save_pretrained(root / name)
+    return {name: root / name for name in pipelines}
+
+
+def save_videos(folder: Path) -> Path:
+    """Four videos of two sizes and lengths, with captions; the first has a picture for its first frame."""
+    folder.mkdir(parents=True)
+    pixels = torch.randint(256, (9, 32, 64, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
+    for number in range(4):
+        frames = pixels[: 9 if number < 3 else 5, :, : 32 if number % 2 else 64]
+        write_video(frames.contiguous(), folder / f"v{number}.mp4", 8.0)
+        (folder / f"v{number}.txt").write_text(f"a red ball {number}")
+    Image.fromarray(pixels[3].numpy()).save(folder / "v0.first.png")
+    return folder
 
 
 def save_data(folder: Path) -> Path:

@@ -98,7 +98,7 @@ def diffusers_names(names: Iterable[str], label: str = "the file") -> dict[str, 
     if unknown or not mapping:
         some = f" ({', '.join(unknown[:3])}{f' and {len(unknown) - 3} more' if len(unknown) > 3 else ''})"
         raise ConfigError(
-            f"{label} is not a Wan text-to-video transformer{some if unknown else ''}; expected the weights of one, by "
+            f"{label} is not a Wan transformer{some if unknown else ''}; expected the weights of one, by "
             "diffusers', the Wan repository's or ComfyUI's names"
         )
     return mapping
