@@ -28,12 +28,16 @@ ROOT = HERE.parent
 RESULTS = HERE / "results"
 BARS = {"colour": 0.9, "shape": 0.8, "training_s": 300.0, "judge": 0.98}
 VIDEOS = ["--num_frames", "5", "--max_steps", "1200"]
+METRICS = ("colour", "shape", "loss")
 QUICK = ["--max_steps", "4", "--num_shapes", "64", "--eval_every", "4", "--preview_every", "-1", "--log_every", "2"]
 Row = dict[str, Any]
 
 
-def train(flags: list[str], folder: Path, patience: float) -> Row:
-    words = ["train", "wan-flow", "--model_config", "tiny", "--nproc", "2", "--log_every", "10", *flags]
+def train(
+    flags: list[str], folder: Path, patience: float, model: str = "tiny", names: tuple[str, ...] = METRICS
+) -> Row:
+    """Trains a tiny model with two ranks; returns the results `names` of its last evaluation, and times."""
+    words = ["train", "wan-flow", "--model_config", model, "--nproc", "2", "--log_every", "10", *flags]
     environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
     began = time.monotonic()
     try:
@@ -50,7 +54,7 @@ def train(flags: list[str], folder: Path, patience: float) -> Row:
     steps = [line for line in lines if "step_ms" in line]
     spent = sum(line["step_ms"] for line in steps) / len(steps) * last["step"] / 1000
     row: Row = {"failed": "", "command": shlex.join(["unisono", *words]), "step": last["step"]}
-    row |= {name: last[f"eval/{name}"] for name in ("colour", "shape", "loss")}
+    row |= {name: last[f"eval/{name}"] for name in names}
     return row | {"training_s": spent, "wall_s": time.monotonic() - began}
 
 

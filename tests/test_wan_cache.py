@@ -303,7 +303,7 @@ def test_transformer_vae_and_text_encoder_must_belong_together() -> None:
     with pytest.raises(ConfigError, match=r"takes 48 channels.*latents have 16"):
         check_channels({"z_dim": 16}, {"in_channels": 48, "out_channels": 48})
     check_channels({"z_dim": 16}, {"in_channels": 36, "out_channels": 16})
-    with pytest.raises(ConfigError, match="takes 52 channels, and this VAE's latents give 16 .* or 36 "):
+    with pytest.raises(ConfigError, match=r"takes 52 channels, and this VAE's latents give 16 .* or 36 "):
         check_channels({"z_dim": 16}, {"in_channels": 52, "out_channels": 16})
     with pytest.raises(ConfigError, match=r"width 32.*takes 4096"):
         check_width({"d_model": 32}, {})

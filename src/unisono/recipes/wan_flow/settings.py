@@ -136,7 +136,7 @@ TINY = {
 }
 """Defaults for the tiny model on a CPU."""
 
-TINY_I2V = {**TINY, "num_frames": 5, "max_steps": 1200, "num_previews": 12, "eval_every": 400, "preview_every": 400}
+TINY_I2V = {**TINY, "num_frames": 5, "max_steps": 800, "num_previews": 12, "eval_every": 400, "preview_every": 400}
 """Defaults for the tiny image-to-video model on a CPU."""
 
 LORA = {"learning_rate": 1e-4}
