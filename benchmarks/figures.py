@@ -352,6 +352,7 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     HERE.parent / "docs" / "scaling.md": {"scaling": tables_of("scaling", "Costs per rank")},
     HERE.parent / "docs" / "wan.md": {
         "wan_learning": tables_of("wan_learning", "Results with `--nproc 2`, 64 samples per step,"),
+        "wan_image_to_video": tables_of("wan_image_to_video", "Results with `--nproc 2`, 64 samples per step,"),
         "wan_step": wan_step,
         "wan_memory": wan_memory,
     },

@@ -54,12 +54,12 @@ def table(result: Row) -> list[str]:
         "",
         *depends_on(result),
         "- Runs: `unisono train wan-flow --model_config tiny-i2v --nproc 2`: 64 samples per step, 32 per process",
-        f"- The measure of motion on {SAMPLES} held-out clips through the VAE: {measures['forwards']:.1%} move as named, "
-        f"{measures['backwards']:.1%} when played backwards",
+        f"- The measure of motion on {SAMPLES} held-out clips through the VAE: {measures['forwards']:.1%} move as "
+        f"named, {measures['backwards']:.1%} when played backwards",
         f"- Errors are mean absolute differences in the range [-1, 1]; the VAE's over all frames of held-out clips is "
         f"{measures['error_of_all_frames']:.4f}",
         "",
-        "| run | moves as the caption says | colour | shape | error of frame 0 | the VAE's own of frame 0 | steps | training |",
+        "| run | moves as the caption says | colour | shape | error of frame 0 | the VAE's own | steps | training |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for name, row in result["rows"].items():
@@ -76,8 +76,8 @@ def table(result: Row) -> list[str]:
         lines += [
             "",
             f"Targets: at least {LEAST_MOVES:.0%} of the samples move as the caption says: worst of {len(rows)} seeds "
-            f"{moves:.1%}, {'met' if moves >= LEAST_MOVES else '**missed**'}. The error of frame 0 is at most the VAE's "
-            f"own: worst {excess:+.1%}, {'met' if excess <= 0 else '**missed**'}.",
+            f"{moves:.1%}, {'met' if moves >= LEAST_MOVES else '**missed**'}. The error of frame 0 is at most the "
+            f"VAE's own: worst {excess:+.1%}, {'met' if excess <= 0 else '**missed**'}.",
         ]
     return lines
 

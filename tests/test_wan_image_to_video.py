@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,8 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+import unisono
+from command_line import unisono as command
 from many_runs import Outcome, Run, identical, many_runs
 from unisono.engine.export import export_run
 from unisono.engine.recipe import Work
@@ -23,7 +27,12 @@ from unisono.errors import ConfigError, UnisonoError
 from unisono.recipes.wan.condition.kind import ConditionKind, kind_of
 from unisono.recipes.wan.data.crop import Crop
 from unisono.recipes.wan.data.media import Fit, probe, read
+from unisono.recipes.wan.models.load import build_meta, transformer_config
 from unisono.recipes.wan.models.lora import COMFY_FILE
+from unisono.recipes.wan.models.vae import WanVae
+from unisono.recipes.wan.tiny.models import tiny_vae
+from unisono.recipes.wan.tiny.motion import first_frame_errors, moves
+from unisono.recipes.wan.tiny.shapes import Shapes, directions
 from unisono.recipes.wan_flow.recipe import WanFlow
 from wan_models import SMALL, save_image_pipelines, save_videos
 
@@ -398,3 +407,80 @@ def test_a_teacher_that_is_given_frames_is_refused(root: Path) -> None:
     setup = WanDistill(Config(teacher_path=str(root / "i2v-a14b"), data_path="prompts.txt")).setup
     with pytest.raises(ConfigError, match="20 of them for given frames or a control video, and prompts alone"):
         _ = setup.teacher_config
+
+
+def test_the_example_for_predictions_is_like_a_sample(root: Path, tmp_path: Path) -> None:
+    for name in ("i2v", "flf2v", "i2v-a14b"):
+        recipe = recipe_of(tmp_path / name, root / name, root / "data", height=32, width=64)
+        sample = next(it for it in recipe.dataset("train") if it["latent"].shape[1] == 3)
+        shapes = {key: value.shape for key, value in sample.items() if isinstance(value, Tensor)}
+        assert {key: value.shape for key, value in recipe.example().items()} == shapes
+
+
+def test_named_image_models_have_as_many_weights_as_the_published_ones() -> None:
+    for name, count in (("i2v-14b", 16_394_878_784), ("i2v-a14b", 14_288_901_184)):
+        built = build_meta(transformer_config(None, name))
+        assert sum(weight.numel() for weight in built.parameters()) == count
+
+
+# The tiny model
+
+
+def test_the_measure_of_motion_knows_where_shapes_move() -> None:
+    shapes, vae = Shapes(48, 5, split="eval"), WanVae(tiny_vae())
+    clips = torch.stack([shapes[index]["frames"] for index in range(48)])
+    named = directions([shapes.plan(index) for index in range(48)])
+    decoded = vae.decode(vae.encode(clips))
+    assert moves(decoded, named).all() and not moves(decoded.flip(2), named).any()
+    assert not moves(decoded, (named + 1) % 4).any()
+    assert not moves(decoded[:, :, :1].expand_as(decoded), named).any()
+    given = ((clips[:, :, 0] + 1) * 127.5).round().to(torch.uint8).permute(0, 2, 3, 1)[:, None]
+    errors, of_vae = first_frame_errors(vae, decoded, given)
+    assert (errors - of_vae).mean().abs() < 1e-3  # the given frame has 8 bits per value
+    errors, _ = first_frame_errors(vae, decoded.roll(1, 0), given)
+    assert errors.mean() > 3 * of_vae.mean()
+
+
+SAMPLE = """
+import sys
+from diffusers import WanImageToVideoPipeline
+from PIL import Image
+pipeline = WanImageToVideoPipeline.from_pretrained(sys.argv[1])
+picture = Image.new("RGB", (32, 32), "red")
+last = {"last_image": picture} if sys.argv[2] == "first_last" else {}
+video = pipeline(picture, "a red square moving left", height=32, width=32, num_frames=5, num_inference_steps=2,
+                 guidance_scale=1.0, max_sequence_length=16, **last).frames
+assert video.shape == (1, 5, 32, 32, 3) and "unisono" not in sys.modules
+"""
+
+
+@pytest.mark.parametrize("condition", ["first", "first_last"])
+def test_the_tiny_model_loads_in_a_process_without_unisono(condition: str, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"max_steps": 1, "num_shapes": 8, "eval_every": -1, "preview_every": -1, "batch_size": 8}
+    result = unisono.train(
+        "wan-flow",
+        **{"model_config": "tiny-i2v", "condition": condition, "output_dir": str(tmp_path / "run"), **settings},
+    )
+    export_run(result.folder, tmp_path / "exported")
+    ended = subprocess.run(
+        [sys.executable, "-c", SAMPLE, str(tmp_path / "exported"), condition], capture_output=True, text=True
+    )
+    assert not ended.returncode, ended.stderr
+
+
+@pytest.mark.slow
+def test_the_tiny_model_keeps_its_first_frame_and_moves_as_the_caption_says(tmp_path: Path) -> None:
+    words = ["train", "wan-flow", "--model_config", "tiny-i2v", "--nproc", 2, "--max_steps", 300, "--eval_every", 300]
+    ended = command(*words, "--preview_every", -1, cwd=tmp_path, seconds=3600)
+    assert not ended.code, ended.err
+    (metrics,) = tmp_path.glob("runs/*/metrics.jsonl")
+    last = [json.loads(line) for line in metrics.read_text().splitlines() if "eval/moves" in line][-1]
+    assert last["eval/moves"] >= 0.75
+    assert last["eval/first_frame_error"] <= 1.5 * last["eval/first_frame_error_of_vae"]
+
+
+@pytest.mark.slow
+def test_the_tiny_model_trains_the_same_on_one_two_and_three_ranks(tmp_path: Path) -> None:
+    words = ["verify", "wan-flow", "--model_config", "tiny-i2v", "--num_shapes", 96, "--ranks", "1,2,3", "--steps", 2]
+    ended = command(*words, cwd=tmp_path, seconds=3600)
+    assert not ended.code and "same" in ended.out, ended
