@@ -27,9 +27,10 @@ from unisono.errors import ConfigError, UnisonoError
 from unisono.recipes.wan.condition.kind import ConditionKind, kind_of
 from unisono.recipes.wan.data.crop import Crop
 from unisono.recipes.wan.data.media import Fit, probe, read
-from unisono.recipes.wan.models.load import build_meta, transformer_config
+from unisono.recipes.wan.models.load import build_meta, describe, transformer_config
 from unisono.recipes.wan.models.lora import COMFY_FILE
 from unisono.recipes.wan.models.vae import WanVae
+from unisono.recipes.wan.models.weights import open_weights
 from unisono.recipes.wan.tiny.models import tiny_vae
 from unisono.recipes.wan.tiny.motion import first_frame_errors, moves
 from unisono.recipes.wan.tiny.shapes import Shapes, directions
@@ -255,6 +256,19 @@ def test_an_exported_pipeline_samples_from_a_picture(runs: dict[str, Outcome], t
     assert index["boundary_ratio"] == 0.9
 
 
+def test_a_native_export_of_an_image_model_is_read_again(runs: dict[str, Outcome], tmp_path: Path) -> None:
+    export_run(runs["flf2v"].folder, tmp_path / "diffusers")
+    export_run(runs["flf2v"].folder, tmp_path / "native", file_format="native")
+    assert json.loads((tmp_path / "native/config.json").read_text())["model_type"] == "flf2v"
+    state = load_file(tmp_path / "diffusers/transformer/diffusion_pytorch_model.safetensors")
+    weights = open_weights(tmp_path / "native")
+    assert "condition_embedder.image_embedder.pos_embed" in state and set(weights.names()) == state.keys()
+    assert all(torch.equal(weights.tensor(name), tensor) for name, tensor in state.items())
+    written = transformer_config(describe(tmp_path / "native"))
+    expected = {"in_channels": 36, "image_dim": 32, "added_kv_proj_dim": 24, "pos_embed_seq_len": 10}
+    assert expected.items() <= written.items()
+
+
 def test_experts_are_trained_on_their_sides_of_the_boundary_of_image_to_video(root: Path) -> None:
     for source in ({"model_path": str(root / "i2v-a14b")}, {"model_config": "i2v-a14b"}):
         flow = WanFlow(WanFlow.Config(**source, expert="low")).setup.flow
@@ -284,7 +298,6 @@ def test_a_lora_of_the_image_attention_has_comfyuis_names_and_does_the_same_in_a
 
 def test_native_weights_of_an_image_model_are_read_by_diffusers_names(root: Path, tmp_path: Path) -> None:
     from test_wan_load import native
-    from unisono.recipes.wan.models.weights import open_weights
 
     state = load_file(root / "flf2v/transformer/diffusion_pytorch_model.safetensors")
     theirs = native(state)

@@ -86,7 +86,7 @@ class FlowLoss:
         """The mean squared error of each sample, [batch], its weight, and metrics summed over samples.
 
         `conditioned` [batch] marks the samples whose first frame is a condition (TI2V). `mask` [batch, 1, f, h, w]
-        weights the elements; the weight of a sample is then the mean of its elements' weights. Without a mask it is None.
+        weights the elements; the weight of a sample is then their mean weight. Without a mask it is None.
         `condition` holds the given frames of an image-to-video model.
         """
         noisy, target, times = noised(latent, draws, sigma), velocity(latent, draws), None

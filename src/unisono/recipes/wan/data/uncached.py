@@ -52,14 +52,15 @@ class UncachedSamples(ShapedSamples):
     def __getitem__(self, index: int) -> dict[str, Any]:
         source = self.sources[index]
         before = torch.get_rng_state()
-        item = {"frames": self._crop.read(media_of(source), self._fits[index]), "caption": source.caption or ""}
+        frames = self._crop.read(media_of(source), self._fits[index])
+        item: dict[str, Any] = {"frames": frames, "caption": source.caption or ""}
         if self._masked:
             after = torch.get_rng_state()
             torch.set_rng_state(before)  # a mask has the same random window as its video
             item["mask"] = self._mask(source, self.shape(index))
             torch.set_rng_state(after)
         if self._given is not None:
-            item["given"] = self._given.chosen(source, self._fits[index], item["frames"])
+            item["given"] = self._given.chosen(source, self._fits[index], frames)
         return {**item, "index": index}
 
     def _mask(self, source: Source, shape: Shape) -> Tensor:
