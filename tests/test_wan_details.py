@@ -30,7 +30,6 @@ from unisono.recipes.wan.models.vae import WanVae
 from unisono.recipes.wan.models.weight_names import diffusers_names, native_name
 from unisono.recipes.wan_distill.recipe import WanDistill
 from unisono.recipes.wan_distill.settings import TINY as DISTILL_TINY
-from unisono.recipes.wan_flow.model_checks import takes_first_frame
 from unisono.recipes.wan_flow.recipe import WanFlow
 from unisono.settings import PrecisionSettings, Settings
 from wan_models import SMALL, model, save_data, save_pipelines
@@ -109,10 +108,10 @@ def test_a_mistake_is_reported_before_the_first_file_is_encoded(
 
 
 def test_models_that_take_a_first_frame_get_one(root: Path) -> None:
-    takes = {name: takes_first_frame(recipe(root, root / name).setup) for name in ("2.1", "a14b", "5b")}
+    takes = {name: recipe(root, root / name).setup.has_token_times for name in ("2.1", "a14b", "5b")}
     assert takes == {"2.1": False, "a14b": False, "5b": True}
     named = {
-        name: takes_first_frame(WanFlow(WanFlow.Config(model_config=name, dataset_path="x")).setup)
+        name: WanFlow(WanFlow.Config(model_config=name, dataset_path="x")).setup.has_token_times
         for name in ("tiny", "1.3b", "ti2v-5b")
     }
     assert named == {"tiny": False, "1.3b": False, "ti2v-5b": True}

@@ -111,7 +111,9 @@ class Answers(torch.nn.Module):
         super().__init__()
         self.answer = torch.nn.Parameter(torch.zeros(shape))
 
-    def forward(self, noisy: Tensor, sigma: Tensor, text: Tensor, times: Tensor | None = None) -> Tensor:
+    def forward(
+        self, noisy: Tensor, sigma: Tensor, text: Tensor, times: Tensor | None = None, condition: Any = None
+    ) -> Tensor:
         return self.answer[: len(noisy)]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -134,7 +135,9 @@ class KnownOutput(nn.Module):
         super().__init__()
         self.answer, self.seen = answer, ()
 
-    def forward(self, noisy: Tensor, sigma: Tensor, text: Tensor, times: Tensor | None = None) -> Tensor:
+    def forward(
+        self, noisy: Tensor, sigma: Tensor, text: Tensor, times: Tensor | None = None, condition: Any = None
+    ) -> Tensor:
         self.seen = (noisy, sigma, text, times)
         return self.answer
 
