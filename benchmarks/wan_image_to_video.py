@@ -75,7 +75,8 @@ def table(result: Row) -> list[str]:
         excess = max(row["first_frame_error"] / row["first_frame_error_of_vae"] - 1 for row in rows)
         lines += [
             "",
-            f"Targets: at least {LEAST_MOVES:.0%} of the samples move as the caption says: worst of {len(rows)} seed{'s' * (len(rows) > 1)} "
+            f"Targets: at least {LEAST_MOVES:.0%} of the samples move as the caption says: worst of "
+            f"{len(rows)} seed{'s' * (len(rows) > 1)} "
             f"{moves:.1%}, {'met' if moves >= LEAST_MOVES else '**missed**'}. The error of frame 0 is at most the "
             f"VAE's own: worst {excess:+.1%}, {'met' if excess <= 0 else '**missed**'}.",
         ]
