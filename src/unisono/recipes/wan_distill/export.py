@@ -29,7 +29,8 @@ def write_student(setup: Setup, model: Experts, folder: Path, file_format: str |
     source = replace(parts, transformers={}, components=others, boundary_ratio=None)
     transformers = dict(model.named_children())
     boundary = setup.boundary if LOW in transformers else None
-    description = write_pipeline(folder, **transformers, source=source, boundary_ratio=boundary)
+    trained = (transformers.get(HIGH), transformers.get(LOW))
+    description = write_pipeline(folder, *trained, source=source, boundary_ratio=boundary)
     scheduler.save_pretrained(str(folder / "scheduler"))
     index = folder / "model_index.json"
     content = json.loads(index.read_text(encoding="utf-8"))

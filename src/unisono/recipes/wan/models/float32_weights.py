@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from unisono.recipes.wan.models.weight_names import MAGNITUDE
 
-_NAMES = ("rope", "time_embedder", "scale_shift_table", "norm1", "norm2", "norm3", "norm_q", "norm_k")
+_NAMES: tuple[str, ...] = ("rope", "time_embedder", "scale_shift_table", "norm1", "norm2", "norm3", "norm_q", "norm_k")
 _NAMES += ("norm_added_k", MAGNITUDE)
 
 
