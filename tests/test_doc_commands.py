@@ -253,6 +253,9 @@ def test_the_flags_and_files_of_commands_that_are_not_run_exist(
             check(command, capfd)
 
 
+WITH_SETTINGS = {"verify", "slurm", "plan", "tune", "federate", "bench", "k8s", "skypilot"}
+
+
 def check(command: str, capfd: pytest.CaptureFixture[str]) -> None:
     """The settings of a run can be resolved, and the flags of other commands are in their help."""
     words = shlex.split(command)
@@ -267,7 +270,7 @@ def check(command: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert words[0] in COMMANDS, command
     flags = {word.partition("=")[0] for word in words if word.startswith("--")}
     described = help_of(words[0])
-    if words[0] in ("verify", "slurm"):  # all settings of train, of this recipe
+    if words[0] in WITH_SETTINGS:  # all settings of train, of this recipe
         assert main(["train", words[1], "--help"]) == 0, command
         described += capfd.readouterr().out
     missing = {

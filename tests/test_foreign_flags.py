@@ -38,8 +38,8 @@ def refused(recipe: str, *flags: str, **more: object) -> str:
         ("wan-flow", "--use_8bit_adam", "use --optimizer adamw8bit"),
         ("wan-flow", "--num_train_epochs", "here it is --num_epochs"),
         ("wan-distill", "--timestep_sampling", "here it is --sigma_sampling"),
-        ("wan-distill", "--lora_rank", "--lora_rank is a setting of wan-flow and seo, not of this recipe"),
-        ("wan-distill", "--network-dim", "--lora_rank is a setting of wan-flow and seo, not of this recipe"),
+        ("clips", "--lora_rank", "--lora_rank is a setting of wan-flow, wan-distill and seo, not of this recipe"),
+        ("clips", "--network-dim", "--lora_rank is a setting of wan-flow, wan-distill and seo, not of this recipe"),
         ("clips", "--per-device-train-batch-size", "here it is --batch_size"),
         ("darkroom", "--report_to", "here it is --track"),
         ("wan-flow", "--dataset_config", "put the settings into a YAML file and pass it with --config"),
@@ -57,10 +57,10 @@ def test_a_config_key_of_another_trainer_gets_a_suggestion_without_dashes(tmp_pa
     file = tmp_path / "theirs.yaml"
     file.write_text("num_train_epochs: 3\n")
     assert refused("darkroom", file=file) == f"unknown field num_train_epochs in {file}; here it is num_epochs"
-    message = refused("wan-distill", overrides={"lora_rank": 4})
+    message = refused("clips", overrides={"lora_rank": 4})
     assert message == (
-        "unknown field lora_rank in the settings passed in Python; lora_rank is a setting of wan-flow and seo, "
-        "not of this recipe"
+        "unknown field lora_rank in the settings passed in Python; lora_rank is a setting of wan-flow, wan-distill and "
+        "seo, not of this recipe"
     )
 
 
@@ -86,4 +86,4 @@ def test_every_suggestion_names_settings_that_exist() -> None:
     assert set(FOREIGN.values()) <= ours
     assert not {*fields_by_name((Settings,))} & {*ANSWERS, *FOREIGN}, "a setting of ours is nobody else's"
     assert not set(ANSWERS) & set(FOREIGN), "two answers for one flag"
-    assert recipes_with("lora_rank") == ["wan-flow", "seo"]
+    assert recipes_with("lora_rank") == ["wan-flow", "wan-distill", "seo"]

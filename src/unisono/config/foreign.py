@@ -183,5 +183,7 @@ def foreign_answer(
     if ours in settings:
         return f"; here it is {prefix}{ours}" if ours != name else ""
     if recipes := recipes_with(ours):
-        return f"; {prefix}{ours} is a setting of {' and '.join(recipes)}, not of this recipe"
+        *others, last = recipes
+        names = f"{', '.join(others)} and {last}" if others else last
+        return f"; {prefix}{ours} is a setting of {names}, not of this recipe"
     return ""

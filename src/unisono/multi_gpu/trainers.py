@@ -34,6 +34,7 @@ from unisono.multi_gpu.config import STRATEGIES, MultiGPUConfig
 from unisono.multi_gpu.gpus import cleanup_distributed_training, memory_of, take_devices, world_for
 from unisono.multi_gpu.model_dtype import dtype_settings
 from unisono.multi_gpu.own_model import OwnModel, UserParts
+from unisono.observe.watch.notebook import in_notebook
 from unisono.typed_paths import for_caller, note_start_folder
 
 T = TypeVar("T")
@@ -354,7 +355,7 @@ class OwnTrainer:
         """Saves a checkpoint and ends the user's loop after a stop signal."""
         self._do(lambda engine: engine.keep())
         self._close("stopped")
-        if hasattr(sys, "ps1") or "ipykernel" in sys.modules:
+        if hasattr(sys, "ps1") or in_notebook():
             raise KeyboardInterrupt
         self._say(f"checkpoint saved in {self.folder}; run again with output_dir={str(self.folder)!r} to continue")
         raise SystemExit(EXIT_STOPPED)
