@@ -13,10 +13,10 @@ DEMO_DEVICES ?= $(if $(shell nvidia-smi --list-gpus 2>/dev/null),--gpus all,--np
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint docs bench faults faults-quick setup clean
+.PHONY: help demo test test-slow lint docs bench faults faults-quick package release-notes setup clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: .venv/.ready-dev ## Train darkroom in minutes: collect histories, train on all devices, evaluate unseen goals, write a report
 	$(BIN)/unisono train darkroom --config examples/darkroom/demo.yaml $(DEMO_DEVICES) --output_dir "$(DEMO_DIR)"
@@ -51,6 +51,12 @@ faults: .venv/.ready-dev ## Inject hundreds of real faults into runs and compare
 
 faults-quick: .venv/.ready-dev ## The same with a few faults of each kind (a few minutes)
 	$(BIN)/python benchmarks/faults.py --quick
+
+package: .venv/.ready-dev ## Build sdist and wheel into dist/, install the wheel into a fresh environment and use it there
+	$(BIN)/python release/package.py
+
+release-notes: .venv/.ready-dev ## Print the changes of VERSION (by default the unreleased ones) from CHANGELOG.md
+	@$(BIN)/python release/notes.py $(VERSION)
 
 setup: .venv/.ready-dev ## Create the environment in .venv
 

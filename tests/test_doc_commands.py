@@ -37,8 +37,10 @@ SHELL, PYTHON = ("bash", "sh", "shell", "console"), ("python", "py")
 NOT_RUN = {
     r"^(pip|apt-get|sudo|git clone|git|curl|docker)\b": "network: it installs or downloads",
     r"^(source|cd|export)\b": "belongs to the reader's shell; the tests start in the folder that it names",
-    r"^make (setup|test|test-slow|lint|docs|bench|demo|faults|faults-quick|clean)\b": "minutes: .ci/run and `make`",
+    r"^make (setup|test|test-slow|lint|docs|bench|demo|faults|faults-quick|clean|package)\b": "minutes: `make`",
     r"^python benchmarks/": "minutes, or needs a GPU",
+    r"^python release/|^make release-notes": "it writes into the repository: tests/test_release.py",
+    r"^unisono examples copy": "the examples are there already: tests/test_release.py",
     r"^tensorboard\b": "serves until it is stopped",
     r"^unisono watch .*--web": "serves until it is stopped: tests/test_watch.py",
     r"^(sbatch|srun|scancel|squeue)\b": "needs a SLURM cluster: tests/test_slurm.py runs one",
@@ -143,7 +145,8 @@ def runnable(document: str) -> list[str]:
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder like the reader's: the examples and a recipe of their own."""
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
-    (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")
+    for programs in ("benchmarks", "release"):
+        (tmp_path / programs).symlink_to(ROOT / programs)
     example = (ROOT / "examples/own_model/recipe.py").read_text()
     (tmp_path / "my_file.py").write_text(f"{example}\n\n{own_model()}")
     monkeypatch.chdir(tmp_path)

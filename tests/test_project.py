@@ -94,7 +94,7 @@ def test_the_layout_in_contributing_is_the_import_contract() -> None:
     assert [name for row in rows for name in re.findall(r"`(\w+)(?:/|\.py)`", row)] == expected
 
 
-TARGETS = ("test", "docs", "faults-quick", "test-slow")
+TARGETS = ("test", "docs", "package", "faults-quick", "test-slow")
 
 
 @pytest.mark.parametrize("failing", [None, *TARGETS])
@@ -124,7 +124,9 @@ def test_ci_runs_everything_fails_if_one_fails_and_ends_with_the_line_of_pytest(
 
 def shipped_files() -> list[Path]:
     single = [ROOT / path for path in ("Makefile", "pyproject.toml", ".ci/run", ".pre-commit-config.yaml")]
-    folders = [path for folder in ("src", "docs", "examples", "benchmarks") for path in (ROOT / folder).rglob("*")]
+    folders = [
+        path for folder in ("src", "docs", "examples", "benchmarks", "release") for path in (ROOT / folder).rglob("*")
+    ]
     readable = {".py", ".md", ".toml", ".yaml", ".yml", ".json", ".jsonl", ".sh", ".txt", ".html", ".svg", ".csv", ""}
     return [path for path in [*PAGES, *single, *folders] if path.is_file() and path.suffix in readable]
 

@@ -27,6 +27,7 @@ COMMANDS = {
     "doctor": "check that this machine can train, and say what to fix",
     "slurm": "write, submit and follow the batch script of a run under SLURM",
     "gpus": "list the GPUs, how busy they are, and which --gpus auto would use",
+    "examples": "list the examples that come with unisono, and copy one to a folder of yours",
 }
 
 _HELP = """usage: unisono COMMAND [arguments]
