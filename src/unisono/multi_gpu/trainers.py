@@ -1,7 +1,6 @@
 """The methods that both trainers share: train_epoch, validate, train, save_checkpoint, load_checkpoint.
 
-These methods run the engine's loop, and the engine provides batches, sample order, out-of-memory recovery and
-checkpoints. Every process of a run must call each method.
+Each runs the engine's loop, which provides batches, order, recovery and checkpoints. Every process must call it.
 """
 
 from __future__ import annotations
