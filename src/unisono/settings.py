@@ -56,6 +56,8 @@ class LaunchSettings:
     """Index of this machine, from 0 to nnodes - 1, if nnodes is more than 1. Machine 0 hosts the rendezvous."""
     rdzv_endpoint: str | None = None
     """Address host:port of the rendezvous on machine 0, if nnodes is more than 1. Default on one machine: a free local port."""
+    join_timeout: float = 900.0
+    """Seconds that a machine waits for the others if nnodes is more than 1, at the start and after it lost its connection. 0: no limit."""
     max_restarts: int = 3
     """Maximum number of times that the launcher restarts all ranks from the last checkpoint after a rank died. 0: the run ends when a rank dies."""
     hang_timeout: float = 600.0

@@ -26,6 +26,7 @@ COMMANDS = {
     "seo": "report on a web site: rule-based checks of its pages, and learned scores",
     "doctor": "check that this machine can train, and say what to fix",
     "slurm": "write, submit and follow the batch script of a run under SLURM",
+    "k8s": "write the manifests of a run on Kubernetes, for JobSet or Kubeflow Trainer",
     "gpus": "list the GPUs, how busy they are, and which --gpus auto would use",
     "examples": "list the examples that come with unisono, and copy one to a folder of yours",
 }

@@ -46,6 +46,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SubprocessContext
 
 from unisono.atomic_files import write_atomically
+from unisono.cluster import alive
 from unisono.cluster import outcome as outcomes
 from unisono.cluster.environment import ROUND
 from unisono.cluster.hangs.diagnosis import Limits
@@ -225,6 +226,7 @@ class Agent(LocalElasticAgent):
         return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        alive.beat()
         ranks = self._ranks()
         if self._rendezvous_client.wants_checkpoint:
             self._save_for_joining_machines(worker_group)

@@ -20,12 +20,14 @@ import re
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
 
+from unisono.cluster import alive
 from unisono.cluster.hangs.diagnosis import Limits
 from unisono.cluster.launch.agent import Agent, Job, KilledByUser, PassThroughLogs, RecordEvent, print_line
 from unisono.cluster.lifetime import LAUNCHER_PID
@@ -52,6 +54,7 @@ def launch(
     record_event: RecordEvent | None = None,
     limits: Limits | None = None,
     run_folder: Path | None = None,
+    join_timeout: float = 900.0,
 ) -> int:
     """Runs `command` as `nproc` ranks on this machine and returns the exit code of the run.
 
@@ -59,10 +62,12 @@ def launch(
     that are available. The ranks inherit this process's environment, updated with `environ`. They write their outcomes
     to `job_folder` (`unisono.cluster.outcome`) and exit with status 0 after a good one. After a crash the agent
     restarts all ranks, at most `max_restarts` times, and calls `record_event`. A rank that makes no progress for longer
-    than `limits` counts as crashed, and the stacks of all ranks are saved in `run_folder`.
+    than `limits` counts as crashed, and the stacks of all ranks are saved in `run_folder`. A machine waits at most
+    `join_timeout` seconds for the others (0: no limit).
     """
     fewest, most = (nnodes, nnodes) if isinstance(nnodes, int) else nnodes
-    config = _rendezvous_config(fewest, most, node_rank, rdzv_endpoint, nproc)
+    config = replace(_rendezvous_config(fewest, most, node_rank, rdzv_endpoint, nproc), join_s=join_timeout)
+    alive.beat()
     job = Job(job_folder.resolve(), most, record_event, limits or Limits(0, 0), run_folder)
     if config.machine == 0:
         job.clear()

@@ -6,7 +6,7 @@ ranks are healthy, returns a positive number when this machine has to regroup; t
 `next_rendezvous` again. `shutdown` disconnects.
 
 One thread reads the server's messages (`_receive`), another sends heartbeats. If the connection is lost, the agent
-kills its ranks, and `next_rendezvous` tries to reconnect for up to `JOIN_S` seconds.
+kills its ranks, and `next_rendezvous` tries to reconnect for up to `RendezvousConfig.join_s` seconds.
 """
 
 from __future__ import annotations
@@ -28,13 +28,11 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
+from unisono.cluster import alive
 from unisono.cluster.awake_clock import AwakeClock
 from unisono.cluster.rendezvous.connection import HEARTBEAT_S, SILENCE_S, Connection
 from unisono.cluster.rendezvous.server import RendezvousServer, Round
 from unisono.errors import UserError
-
-JOIN_S = 900.0
-"""Seconds that a machine waits for the others, at the start and after it lost its connection."""
 
 _MESSAGE_AFTER_S = 10.0  # after this many seconds, a waiting machine prints what it waits for
 _RETRY_S = 0.5
@@ -51,6 +49,8 @@ class RendezvousConfig:
     max_machines: int
     host: str
     port: int
+    join_s: float = 900.0
+    """Seconds that a machine waits for the others, at the start and after it lost its connection; 0: no limit."""
 
 
 class RendezvousClient(RendezvousHandler):
@@ -149,6 +149,7 @@ class RendezvousClient(RendezvousHandler):
         with self._changed:
             if self._connection is not None and self._connection.send(finished=True):
                 while self._connection is not None and self._closed_because is None:
+                    alive.beat()
                     self._changed.wait(1.0)
 
     def end_run(self, reason: str) -> None:
@@ -164,6 +165,7 @@ class RendezvousClient(RendezvousHandler):
         user_knows = self._config.max_machines == 1
         reported_on: Connection | None = None  # the connection over which this machine has reported ready
         while True:
+            alive.beat()
             with self._changed:
                 if self._closed_because is not None:
                     raise RendezvousClosedError(self._closed_because)
@@ -184,8 +186,9 @@ class RendezvousClient(RendezvousHandler):
             if not user_knows and waited_s > _MESSAGE_AFTER_S:
                 user_knows = True
                 self._print_line(f"waiting for the other machines at {address}")
-            if waited_s > JOIN_S:
-                raise RendezvousTimeoutError(f"no other machine joined at {address} within {JOIN_S:.0f} s")
+            if 0 < self._config.join_s < waited_s:
+                within = f"{self._config.join_s:.0f} s (--join_timeout)"
+                raise RendezvousTimeoutError(f"no other machine joined at {address} within {within}")
 
     def _connect(self, waited_s: float) -> None:
         """Tries once to connect; `waited_s` is how long this machine has been trying."""

@@ -280,6 +280,7 @@ def launch_job(job: Callable[[Resolved], Mapping[str, Any]], resolved: Resolved,
             record_event=lambda kind, details: notes.add(kind, **details),
             limits=Limits(settings.hang_timeout, settings.start_timeout),
             run_folder=output,
+            join_timeout=settings.join_timeout,
         )
         if code not in (EXIT_DONE, EXIT_STOPPED):
             raise LaunchFailed(code)
