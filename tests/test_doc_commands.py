@@ -46,7 +46,6 @@ NOT_RUN = {
     r"^(sbatch|srun|scancel|squeue)\b": "needs a SLURM cluster: tests/test_slurm.py runs one",
     r"^unisono slurm .*--submit": "needs a SLURM cluster: tests/test_slurm.py runs one",
     r"^kubectl\b": "needs a Kubernetes cluster",
-    r"^unisono k8s .*--output job.yaml": "the recipe is the reader's own file: tests/test_k8s.py",
     r"^(ssh|scp)\b|--nnodes|--rdzv_endpoint": "several machines: tests/test_nodes.py and tests/test_launchers.py",
     r"^mpirun\b": "needs Open MPI: tests/test_launchers.py",
     r"^accelerate config": "asks questions",
