@@ -90,10 +90,9 @@ def test_without_a_run_the_report_contains_only_rule_based_checks(
 ) -> None:
     out = tmp_path / "out"
     assert main(["seo", str(site), "--output", str(out)]) == 0
-    assert f"{out / 'report.html'}: 6 pages, 5 with a failed check, 1 group of duplicates, 1 could not be read" in (
-        capsys.readouterr().out
-    )
-    assert sorted(os.listdir(out)) == ["report.html", "report.json"]
+    counts = "6 pages, 5 with a failed check, 8 technical errors, 1 group of duplicates, 1 could not be read"
+    assert f"{out / 'report.html'}: {counts}" in capsys.readouterr().out
+    assert sorted(os.listdir(out)) == ["findings.csv", "report.html", "report.json"]
     report = report_of(out)
     assert any("Rules only: no model" in remark for remark in report["remarks"])
     assert report["scored_by"] is None and all(page["score"] is None for page in report["pages"])

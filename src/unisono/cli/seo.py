@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from unisono.recipes.seo.site.analysis import Model
+    from unisono.recipes.seo.site.changes import Changes
+    from unisono.recipes.seo.site.crawling.crawler import Limits
     from unisono.recipes.seo.site.report import Findings
 
 
@@ -28,6 +30,7 @@ def main(argv: list[str], model: Model | None = None) -> int:
     queries = _queries(options.queries) if options.queries else []
     from unisono.formatting import format_count
     from unisono.recipes.seo.site.analysis import analyse
+    from unisono.recipes.seo.site.changes import compare, read_earlier
     from unisono.recipes.seo.site.fetching import Fetcher
     from unisono.recipes.seo.site.keywords import read_keywords
     from unisono.recipes.seo.site.pages import open_site
@@ -35,22 +38,32 @@ def main(argv: list[str], model: Model | None = None) -> int:
 
     keywords = read_keywords(options.keywords)
     private_hosts = [*options.private_host, *([urlsplit(options.site).hostname or ""] if "://" in options.site else [])]
-    site = open_site(options.site, Fetcher(private_hosts) if options.fetch else None, options.most_pages)
-    output = options.output or Path("seo") / _file_name(site.name)
+    fetcher = Fetcher(private_hosts) if options.fetch or options.crawl else None
+    output = options.output or Path("seo") / _file_name(_name_of(options.site))
     _check_output(output, options.overwrite)
+    earlier = read_earlier(options.compare) if options.compare else None
+    site = open_site(options.site, fetcher, options.most_pages, _limits(options))
     if model is None and options.run is not None:
         model = _trained_model(options, queries)
-    findings = analyse(site, keywords, queries, model)
+    findings = analyse(site, keywords, queries, model, options.base_url)
     _check_reached(site.name, findings)
+    if earlier is not None:
+        read = {each.name for each in findings.pages if not each.unreadable}
+        findings.changes = compare(earlier, findings.all_findings(), read)
     page = write_report(output, findings)
     failed = sum(bool(each.failed) for each in findings.pages)
     unread = sum(bool(each.unreadable) for each in findings.pages)
     for host, size in findings.fetched.items():
         print(f"fetched {size:,} bytes from {host}")
     parts = [format_count(len(findings.pages), "page"), f"{failed:,} with a failed check"]
+    errors = sum(finding.severity == "error" for finding in findings.technical)
+    parts += [format_count(errors, "technical error")] if errors else []
     parts += [f"{format_count(len(findings.duplicates), 'group')} of duplicates"] if findings.duplicates else []
     parts += [f"{unread:,} could not be read"] if unread else []
     print(f"{page}: {', '.join(parts)}")
+    if findings.changes is not None:
+        changes = findings.changes
+        print(f"since {changes.since}: {_counts(changes)}")
     return EXIT_DONE
 
 
@@ -79,6 +92,34 @@ def _options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier report in that folder")
     parser.add_argument("--fetch", action="store_true", help="fetch from the web: SITE, or the URLs that it lists")
     parser.add_argument(
+        "--crawl", action="store_true", help="follow the links of the URL SITE within its host; includes --fetch"
+    )
+    parser.add_argument(
+        "--delay",
+        type=float,
+        default=1.0,
+        metavar="S",
+        help="seconds between the requests of --crawl; a longer Crawl-delay in robots.txt counts instead (default: 1)",
+    )
+    parser.add_argument(
+        "--max_depth",
+        type=int,
+        default=20,
+        metavar="N",
+        help="clicks from the start that --crawl follows (default: 20)",
+    )
+    parser.add_argument(
+        "--base_url",
+        metavar="URL",
+        help="the URL at which a local SITE is served (default: the host that its canonical URLs or sitemap name)",
+    )
+    parser.add_argument(
+        "--compare",
+        type=Path,
+        metavar="REPORT",
+        help="folder of an earlier report; shows which findings are new, fixed or still there",
+    )
+    parser.add_argument(
         "--private_host",
         action="append",
         default=[],
@@ -96,7 +137,44 @@ def _options(argv: list[str]) -> argparse.Namespace:
     options = parser.parse(argv)
     if options.most_pages is not None and options.most_pages < 1:
         raise ConfigError(f"--most_pages {options.most_pages}: expected at least 1")
+    if not 0 <= options.delay <= 3600:
+        raise ConfigError(f"--delay {options.delay}: expected 0 to 3600 seconds")
+    if options.max_depth < 0:
+        raise ConfigError(f"--max_depth {options.max_depth}: expected at least 0")
+    if options.base_url is not None:
+        options.base_url = _base_url(options.base_url, options.site)
     return options
+
+
+def _base_url(url: str, site: str) -> str:
+    """The URL of a folder, with a slash at the end."""
+    if "://" in site:
+        raise ConfigError("--base_url is for local files; a URL is its own base")
+    try:
+        parts = urlsplit(url)
+        is_valid = parts.scheme in ("http", "https") and parts.hostname and not parts.query and not parts.fragment
+        is_valid = is_valid and parts.username is None and (parts.port or 1) > 0
+    except ValueError:
+        is_valid = False
+    if not is_valid:
+        raise ConfigError(one_line(f"--base_url {url}: expected a URL such as https://www.example.com/"))
+    return url if url.endswith("/") else f"{url}/"
+
+
+def _limits(options: argparse.Namespace) -> Limits | None:
+    from unisono.recipes.seo.site.crawling.crawler import MAX_PAGES, Limits
+
+    return Limits(options.most_pages or MAX_PAGES, options.max_depth, options.delay) if options.crawl else None
+
+
+def _name_of(site: str) -> str:
+    return site if "://" in site else Path(site).expanduser().resolve().name or "site"
+
+
+def _counts(changes: Changes) -> str:
+    parts = [(len(changes.new), "new"), (len(changes.fixed), "fixed"), (changes.num_remaining, "remaining")]
+    parts += [(len(changes.gone), "on pages that were not read again")] if changes.gone else []
+    return ", ".join(f"{number:,} {name}" for number, name in parts)
 
 
 def _file_name(name: str) -> str:

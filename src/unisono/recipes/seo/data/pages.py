@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import codecs
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -84,8 +85,8 @@ class Page:
         return bool(self.title or self.text or self.headings or self.links or self.images)
 
 
-def parse_page(html: bytes | str, name: str) -> Page:
-    """Parses a page; `name` is its name in messages."""
+def parse_page(html: bytes | str, name: str, look: Callable[[Element], None] | None = None) -> Page:
+    """Parses a page; `name` is its name in messages. `look` is called with the root of its elements, if it has any."""
     problems: list[str] = []
     if len(html) > MAX_BYTES:
         problems.append(f"longer than {MAX_BYTES // 2**20} MiB: truncated")
@@ -112,6 +113,8 @@ def parse_page(html: bytes | str, name: str) -> Page:
     root = _tree(html, problems)
     if root is None:
         return Page(name, encoding=encoding, problems=problems)
+    if look is not None:
+        look(root)
     headings = [(int(str(each.tag)[1]), " ".join(_visible_text(each).split())) for each in root.iter(*_HEADINGS)]
     page = Page(
         name,

@@ -108,16 +108,25 @@ def _locations(path: Path) -> tuple[str, list[str]]:
     content = read_start(path, _MAX_BYTES + 1)
     if len(content) > _MAX_BYTES:
         raise ConfigError(one_line(f"{path}: larger than {_MAX_BYTES // 2**20} MiB; a sitemap is 50 MB at most"))
+    root = sitemap_root(content, path)
+    kind = etree.QName(root).localname
+    return kind, [text for each in root.iter("{*}loc") if _is_entry(each) and (text := (each.text or "").strip())]
+
+
+def sitemap_root(content: bytes, where: object) -> Element:
+    """The root of a sitemap, <urlset> or <sitemapindex>; `where` names it in errors."""
+    from lxml import etree
+
     # The file is not trusted, so entities, network access and external documents are disabled.
     parser = etree.XMLParser(resolve_entities=False, no_network=True, load_dtd=False, huge_tree=False)
     try:
         root = etree.fromstring(content, parser)
     except (etree.XMLSyntaxError, ValueError) as error:
-        raise ConfigError(one_line(f"{path}: not valid XML ({error})")) from None
+        raise ConfigError(one_line(f"{where}: not valid XML ({error})")) from None
     kind = etree.QName(root).localname
     if kind not in ("urlset", "sitemapindex"):
-        raise ConfigError(one_line(f"{path}: expected a sitemap, <urlset> or <sitemapindex>, found <{kind}>"))
-    return kind, [text for each in root.iter("{*}loc") if _is_entry(each) and (text := (each.text or "").strip())]
+        raise ConfigError(one_line(f"{where}: expected a sitemap, <urlset> or <sitemapindex>, found <{kind}>"))
+    return root
 
 
 def _is_entry(loc: Element) -> bool:

@@ -13,13 +13,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono.recipes.seo.data.pages import Page, parse_page
+from unisono.recipes.seo.data.pages import Page
 from unisono.recipes.seo.site.duplicates import Duplicates
 from unisono.recipes.seo.site.fetching import Unreadable
+from unisono.recipes.seo.site.gathering import Gathering
 from unisono.recipes.seo.site.keywords import KeywordPages, Keywords
 from unisono.recipes.seo.site.page_rules import check_page
 from unisono.recipes.seo.site.pages import Site
 from unisono.recipes.seo.site.report import Answer, DuplicateGroup, Findings, PageFindings, is_report
+from unisono.recipes.seo.site.technical.checks import technical_findings
 from unisono.recipes.seo.site.text_rules import Check, words_of
 
 _BLOCK = 64  # pages per call of the model
@@ -39,10 +41,14 @@ class Model:
 
 
 def analyse(
-    site: Site, keywords: Keywords | None = None, queries: Sequence[str] = (), model: Model | None = None
+    site: Site,
+    keywords: Keywords | None = None,
+    queries: Sequence[str] = (),
+    model: Model | None = None,
+    base_url: str | None = None,
 ) -> Findings:
-    """Checks every page of a site with rules and scores it with a model."""
-    analysis = _Analysis(site, KeywordPages(keywords or Keywords()), queries, model)
+    """Checks every page of a site with rules and scores it with a model; `base_url` is the URL of a local folder."""
+    analysis = _Analysis(site, KeywordPages(keywords or Keywords()), queries, model, Gathering(site, base_url))
     texts = analysis.read_pages()
     if queries:
         from unisono.recipes.seo.metrics.baselines import BM25
@@ -54,8 +60,16 @@ def analyse(
 
 
 class _Analysis:
-    def __init__(self, site: Site, keyword_pages: KeywordPages, queries: Sequence[str], model: Model | None) -> None:
+    def __init__(
+        self,
+        site: Site,
+        keyword_pages: KeywordPages,
+        queries: Sequence[str],
+        model: Model | None,
+        gathering: Gathering,
+    ) -> None:
         self._site, self._keyword_pages, self._queries, self._model = site, keyword_pages, queries, model
+        self._gathering = gathering
         self._duplicates = Duplicates()
         self._best = _Best(len(queries), len(site.pages))
         self._findings = Findings(site.name, [])
@@ -87,11 +101,12 @@ class _Analysis:
             content = self._site.read(source)
             if is_report(content):
                 return None
-            page = parse_page(content, name)
+            page = self._gathering.parse(name, source, content)
             if not page.is_html:
                 unreadable = "; ".join(page.problems)
         except Unreadable as error:
             page, unreadable = Page(name), str(error)
+            self._gathering.add_unreadable(name, source)
         self._duplicates.add(page)
         checks: list[Check] = []
         if not unreadable:
@@ -135,6 +150,7 @@ class _Analysis:
         for number, check in self._keyword_pages.checks():
             findings.pages[number].checks.append(check)
         self._add_duplicates()
+        findings.technical = technical_findings(self._gathering.finish())
         findings.fetched = dict(site.fetcher.fetched) if site.fetcher else {}
         remarks = list(site.remarks)
         if model is None:
@@ -146,8 +162,8 @@ class _Analysis:
             remarks.append(f"Fetched from {hosts}.")
         elif site.fetcher is None:
             remarks.append("Read from local files; nothing was fetched.")
-        if site.fetcher is not None:
-            remarks.append("Broken links are only detected in local files.")
+        if site.fetcher is not None and site.crawl is None:
+            remarks.append("Broken links are only detected in local files and in a crawl.")
         findings.remarks = [*remarks, *self._keyword_pages.remarks()]
         return findings
 

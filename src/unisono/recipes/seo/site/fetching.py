@@ -14,16 +14,35 @@ import ssl
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote, urlsplit, urlunsplit
 
 from unisono import __version__
 
+AGENT = "unisono"
+"""Name by which unisono announces itself, and whose rules in robots.txt a crawl obeys."""
+
 
 class Unreadable(Exception):
     """A page cannot be read; the message gives the reason."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A server's answer, which may be a redirect or an error."""
+
+    status: int
+    headers: Mapping[str, str]
+    """Headers with names in lower case; repeated ones are joined by commas."""
+    content: bytes | str
+    """Empty unless the content type is wanted."""
+
+    @property
+    def kind(self) -> str:
+        """The content type without parameters."""
+        return self.headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
 @dataclass
@@ -45,25 +64,45 @@ class Fetcher:
         errors = urllib.request.HTTPErrorProcessor(), urllib.request.HTTPDefaultErrorHandler()
         for handler in (_Web(guard), _SameHost(), *errors):
             self._opener.add_handler(handler)
+        self._plain_opener = urllib.request.OpenerDirector()  # follows no redirect
+        self._plain_opener.add_handler(_Web(guard))
 
     def get(self, url: str) -> bytes | str:
         """The content of a URL; as text if the server declares the encoding."""
         until = time.monotonic() + self.seconds
         try:
-            request = urllib.request.Request(_clean(url), headers={"User-Agent": f"unisono/{__version__}"})
-            with self._opener.open(request, timeout=min(10.0, self.seconds)) as answer:
-                if answer.headers.get("Content-Encoding", "identity").lower() != "identity":
-                    raise Unreadable("the server sent a compressed response, which was not requested")
-                content = self._read(answer, until)
-                charset = answer.headers.get_content_charset()
+            with self._opener.open(_request(url), timeout=min(10.0, self.seconds)) as answer:
+                content = self._content(answer, url, until)
         except urllib.error.HTTPError as error:
             raise Unreadable(f"the server answered {error.code} {error.reason}") from None
         except (OSError, http.client.HTTPException, ValueError) as error:
-            reason = getattr(error, "reason", None) or error
-            raise Unreadable(f"could not be fetched ({' '.join(str(reason).split())[:200]})") from None
+            raise _not_fetched(error) from None
+        return content
+
+    def answer(self, url: str, wanted: Collection[str] = ()) -> Answer:
+        """The answer for a URL, whatever its status is; redirects are not followed.
+
+        The content is read only if the status is 200 and the content type is wanted; no types mean all.
+        """
+        until = time.monotonic() + self.seconds
+        try:
+            with self._plain_opener.open(_request(url), timeout=min(10.0, self.seconds)) as answer:
+                names = dict.fromkeys(name.lower() for name in answer.headers)
+                headers = {name: ", ".join(answer.headers.get_all(name, [])) for name in names}
+                found = Answer(answer.status, headers, b"")
+                if answer.status != 200 or (wanted and found.kind not in wanted):
+                    return found
+                return Answer(answer.status, headers, self._content(answer, url, until))
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise _not_fetched(error) from None
+
+    def _content(self, answer: Any, url: str, until: float) -> bytes | str:
+        if answer.headers.get("Content-Encoding", "identity").lower() != "identity":
+            raise Unreadable("the server sent a compressed response, which was not requested")
+        content = self._read(answer, until)
         host = urlsplit(url).hostname or ""
         self.fetched[host] = self.fetched.get(host, 0) + len(content)
-        return _decoded(content, charset)
+        return _decoded(content, answer.headers.get_content_charset())
 
     def _read(self, answer: Any, until: float) -> bytes:
         parts = io.BytesIO()
@@ -74,6 +113,15 @@ class Fetcher:
             if time.monotonic() > until:
                 raise Unreadable(f"not finished after {self.seconds:g} s")
         return parts.getvalue()
+
+
+def _request(url: str) -> urllib.request.Request:
+    return urllib.request.Request(_clean(url), headers={"User-Agent": f"{AGENT}/{__version__}"})
+
+
+def _not_fetched(error: Exception) -> Unreadable:
+    reason = getattr(error, "reason", None) or error
+    return Unreadable(f"could not be fetched ({' '.join(str(reason).split())[:200]})")
 
 
 def has_credentials(url: str) -> bool:

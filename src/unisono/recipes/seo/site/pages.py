@@ -22,6 +22,7 @@ from unisono.recipes.seo.data.site import PAGES, addresses_in, pages_of
 from unisono.recipes.seo.site.fetching import Fetcher, Unreadable, has_credentials
 
 if TYPE_CHECKING:
+    from unisono.recipes.seo.site.crawling.crawler import Crawl, Limits
     from unisono.recipes.seo.site.page_rules import Exists
 
 MAX_BYTES = 20_000_000
@@ -44,6 +45,12 @@ class Site:
     fetcher: Fetcher | None = None
     remarks: list[str] = field(default_factory=list)
     """Messages for the user."""
+    crawl: Crawl | None = None
+    """The crawl that found the pages."""
+    is_folder: bool = False
+    """Whether the pages are all pages of a folder."""
+    is_cut: bool = False
+    """Whether pages were skipped because of a limit."""
 
     def __post_init__(self) -> None:
         self._target_exists = lru_cache(maxsize=100_000)(_target_exists)  # every page links to the same menu
@@ -51,6 +58,8 @@ class Site:
     def read(self, source: Path | str) -> bytes | str:
         """The content of a page."""
         if isinstance(source, str):
+            if self.crawl is not None:
+                return self.crawl.content(source)
             assert self.fetcher is not None
             return self.fetcher.get(source)
         try:
@@ -73,9 +82,20 @@ class Site:
         root, folder = str(self.root), inside.parent.as_posix()
         return lambda link: self._target_exists(root, folder, link.strip())
 
+    def has(self, path: str) -> bool | None:
+        """Whether a path, which begins with a slash, is in the folder of the site; None if there is no folder."""
+        return None if self.root is None else self._target_exists(str(self.root), ".", path)
 
-def open_site(where: str, fetcher: Fetcher | None = None, most_pages: int | None = None) -> Site:
-    """Opens a folder, a sitemap, a page, a list of files or, with a fetcher, a URL or a list of URLs."""
+
+def open_site(
+    where: str, fetcher: Fetcher | None = None, most_pages: int | None = None, limits: Limits | None = None
+) -> Site:
+    """Opens a folder, a sitemap, a page, a list of files or, with a fetcher, a URL or a list of URLs.
+
+    With `limits`, the site is the URL from which a crawl starts.
+    """
+    if limits is not None:
+        return _crawled(where, fetcher, limits)
     if _ADDRESS.match(where):
         site = Site(where, [(page, page) for page in _pages_of_url(where, _need(fetcher, where))], fetcher=fetcher)
     else:
@@ -85,8 +105,22 @@ def open_site(where: str, fetcher: Fetcher | None = None, most_pages: int | None
         raise ConfigError(one_line(f"{where} has no pages; expected HTML files, a sitemap, or a list of them"))
     if len(site.pages) > most:
         site.remarks.append(f"{len(site.pages) - most:,} more pages were skipped (--most_pages {most})")
+        site.is_cut = True
     site.pages = site.pages[:most]
     return site
+
+
+def _crawled(where: str, fetcher: Fetcher | None, limits: Limits) -> Site:
+    from unisono.recipes.seo.site.crawling.crawler import crawl
+
+    if not _ADDRESS.match(where):
+        raise ConfigError(one_line(f"--crawl starts from a URL, but {where} is not one"))
+    _only_web([where], "SITE")
+    found = crawl(where, _need(fetcher, where), limits)
+    if not found.pages():
+        status = next((f"it answered {visit.status}" for visit in found.visits.values()), "nothing was fetched")
+        raise ConfigError(one_line(f"{where}: the crawl found no page; {status}"))
+    return Site(where, [(url, url) for url in found.pages()], fetcher=fetcher, remarks=found.remarks, crawl=found)
 
 
 def _need(fetcher: Fetcher | None, where: str) -> Fetcher:
@@ -112,7 +146,8 @@ def _of_files(path: Path, fetcher: Fetcher | None) -> Site:
             if _ADDRESS.match(line):
                 _need(fetcher, f"{path} lists URLs ({line[:100]})")
     remarks: list[str] = []
-    return Site(name, list(pages_of(path, leave_out_bad=True, remark=remarks.append)), root, remarks=remarks)
+    pages: list[tuple[str, Path | str]] = list(pages_of(path, leave_out_bad=True, remark=remarks.append))
+    return Site(name, pages, root, remarks=remarks, is_folder=path.is_dir())
 
 
 def _only_web(names: list[str], where: str) -> list[str]:

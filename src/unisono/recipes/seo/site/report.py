@@ -1,4 +1,4 @@
-"""Writes the report about a site, as one HTML page and as JSON.
+"""Writes the report about a site: one HTML page, all data as JSON, and the findings as CSV.
 
 The page works offline. It shows the results of rules and the output of a model separately.
 """
@@ -14,10 +14,13 @@ from typing import Any
 from unisono import __version__
 from unisono.pages.kit import generator, relative_link, render, web_link
 from unisono.recipes.common.cache_files import write_cache_file
+from unisono.recipes.seo.site.changes import Changes
+from unisono.recipes.seo.site.finding import SEVERITIES, Finding, of_check, worst_first
+from unisono.recipes.seo.site.tables import findings_csv
 from unisono.recipes.seo.site.text_rules import Check
 
-FILES = ("report.html", "report.json")
-MAX_PAGES, MAX_QUERIES, MAX_GROUPS = 5_000, 300, 300
+FILES = ("report.html", "report.json", "findings.csv")
+MAX_PAGES, MAX_QUERIES, MAX_GROUPS, MAX_OF_KIND = 5_000, 300, 300, 200
 """Largest numbers of entries that the HTML page shows; report.json contains all."""
 
 _KIND = "seo"
@@ -93,6 +96,18 @@ class Findings:
     remarks: list[str] = field(default_factory=list)
     fetched: dict[str, int] = field(default_factory=dict)
     """Number of bytes fetched from each host."""
+    technical: list[Finding] = field(default_factory=list)
+    """Findings of the technical checks, worst first."""
+    changes: Changes | None = None
+    """Comparison with an earlier report."""
+
+    def all_findings(self) -> list[Finding]:
+        """The technical findings and those of the pages' failed checks, worst first."""
+        # The technical finding of a broken link names each link.
+        checked = [
+            of_check(page.name, check) for page in self.pages for check in page.failed if check.name != "broken links"
+        ]
+        return worst_first([*self.technical, *checked])
 
     def to_json(self) -> dict[str, Any]:
         """The content of report.json."""
@@ -105,6 +120,8 @@ class Findings:
             "checks_are": "plain rules, not learned",
             "scored_by": self.scored_by or None,
             "ranked_by": self.ranked_by or None,
+            "findings": [finding.to_json() for finding in self.all_findings()],
+            "changes": self.changes.to_json() if self.changes else None,
             "pages": [page.to_json() for page in self.pages],
             "duplicates": [
                 {"what": group.kind, "share": round(group.share, 3), "pages": [names[number] for number in group.pages]}
@@ -124,9 +141,10 @@ class Findings:
 
 
 def write_report(folder: Path, findings: Findings) -> Path:
-    """Writes both files atomically; returns the path of the HTML page."""
+    """Writes all files atomically; returns the path of the HTML page."""
     content = json.dumps(findings.to_json(), indent=1, ensure_ascii=False, allow_nan=False)
-    for name, text in zip(FILES, (html(findings, folder), content), strict=True):
+    table = findings_csv(findings.all_findings())
+    for name, text in zip(FILES, (html(findings, folder), content, table), strict=True):
         write_cache_file(folder / name, text.encode("utf-8", "replace"))
     return folder / FILES[0]
 
@@ -142,6 +160,7 @@ def html(findings: Findings, folder: Path) -> str:
     failed = _failed_checks(findings)
     ordered = _ordered(findings)
     scores = sorted(page.score for page in findings.pages if page.score is not None)
+    severities = Counter(finding.severity for finding in findings.technical)
     num_unreadable = sum(bool(page.unreadable) for page in findings.pages)
     return render(
         Path(__file__).with_name("report.html"),
@@ -156,6 +175,10 @@ def html(findings: Findings, folder: Path) -> str:
         num_more_queries=max(0, len(findings.queries) - MAX_QUERIES),
         groups=findings.duplicates[:MAX_GROUPS],
         num_more_groups=max(0, len(findings.duplicates) - MAX_GROUPS),
+        kinds=_by_kind(findings.technical),
+        severities=[(name, number) for name in SEVERITIES if (number := severities[name])],
+        changes=findings.changes,
+        most=MAX_OF_KIND,
         num_failing=sum(bool(page.failed) for page in findings.pages),
         num_unreadable=num_unreadable,
         num_readable=max(1, len(findings.pages) - num_unreadable),
@@ -163,6 +186,15 @@ def html(findings: Findings, folder: Path) -> str:
         link=lambda source: web_link(source) if isinstance(source, str) else relative_link(source, folder),
         version=__version__,
     )
+
+
+def _by_kind(findings: list[Finding]) -> list[tuple[Finding, list[Finding]]]:
+    """The first finding and all findings of each kind, worst first."""
+    kinds: dict[tuple[str, str], list[Finding]] = {}
+    for finding in findings:
+        kinds.setdefault((finding.severity, finding.kind), []).append(finding)
+    ordered = sorted(kinds.items(), key=lambda item: (SEVERITIES.index(item[0][0]), -len(item[1]), item[0][1]))
+    return [(found[0], found) for _, found in ordered]
 
 
 def _failed_checks(findings: Findings) -> list[tuple[str, int, str]]:

@@ -1,0 +1,1 @@
+"""Crawls one host: follows its links within limits, and obeys robots.txt."""

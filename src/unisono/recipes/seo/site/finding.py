@@ -1,0 +1,55 @@
+"""A finding: one problem on one page, with its evidence and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+
+from unisono.recipes.seo.site.text_rules import Check
+
+SEVERITIES = ("error", "warning", "notice")
+"""An error keeps a page out of search or shows users something broken; a notice is often intended."""
+
+# Severity of a failed check of the page's rules; the others are warnings.
+_OF_CHECKS = {
+    "title": "error",
+    "same text": "error",
+    "heading order": "notice",
+    "text length": "notice",
+    "readability": "notice",
+    "canonical": "notice",
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One problem on one page."""
+
+    kind: str
+    severity: str
+    page: str
+    """The page's name in the report."""
+    evidence: str
+    fix: str
+    subject: str = ""
+    """What on the page the finding is about, such as the URL of a link. Identifies the finding in a later report."""
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """Identifies the finding in reports of different days, whose evidence may differ."""
+        return self.kind, self.page, self.subject
+
+    def to_json(self) -> dict[str, str]:
+        """The finding's entry in report.json."""
+        return asdict(self)
+
+
+def of_check(page: str, check: Check) -> Finding:
+    """The finding of a failed check."""
+    severity = "notice" if check.name.startswith("keyword: ") else _OF_CHECKS.get(check.name, "warning")
+    return Finding(check.name, severity, page, check.found, check.advice)
+
+
+def worst_first(findings: Iterable[Finding]) -> list[Finding]:
+    """Findings by severity, kind and page."""
+    return sorted(findings, key=lambda each: (SEVERITIES.index(each.severity), each.kind, each.page, each.subject))
