@@ -93,6 +93,7 @@ SLOW = (
     "docs/faults.md",
     "docs/federate.md",
     "docs/own_model.md",
+    "docs/profile.md",
     "docs/verify.md",
     "docs/watch.md",
     "docs/wan.md",

@@ -272,6 +272,8 @@ class ObserveSettings:
     """Also log the gradient norm of each parameter group of the optimizer, as grad_norm/NAME or grad_norm/NUMBER."""
     peak_tflops: float | None = None
     """Peak rate of one device in TFLOP/s, from which unisono computes the model FLOPs utilization (`mfu`). Default: the data sheet's rate of dense matrix products in the precision of the run. `mfu` is not logged on GPUs whose rate is unknown."""
+    profile: str | None = None
+    """Profile some steps on every rank, as steps=5[,memory][,start=N]: steps is their number, memory also records memory over time, and start is the first one (default: after a few steps of each start). Writes traces, tables of operators and waits, and pictures to profile/ in the run folder (see docs/profile.md). It does not change the result."""
     tensorboard: bool = True
     """Write TensorBoard files to tb/ in the run folder."""
     track: str | None = None

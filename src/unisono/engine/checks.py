@@ -13,6 +13,7 @@ from unisono.engine.recipe import Recipe
 from unisono.engine.turns.group import check_groups
 from unisono.errors import ConfigError, RecipeError
 from unisono.faults import parse
+from unisono.observe.profile.spec import parse_profile
 from unisono.observe.trackers.named import check_track
 from unisono.settings import LARGEST_BATCH, LaunchSettings, OptimSettings, PrecisionSettings, Settings
 
@@ -168,6 +169,7 @@ def check_settings(settings: Settings) -> None:
         raise ConfigError("ema_decay: with 1 the average would never change; use for instance 0.999")
     parse(settings.run.inject)
     check_track(settings.observe.track)
+    parse_profile(settings.observe.profile)
     _, most = machines(settings.launch)
     if most > 1 and (settings.launch.rdzv_endpoint is None or settings.launch.node_rank is None):
         raise ConfigError("nnodes: several machines also need rdzv_endpoint (host:port) and node_rank")

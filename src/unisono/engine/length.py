@@ -14,6 +14,7 @@ from unisono.engine.state import TrainState
 from unisono.settings import Settings
 
 if TYPE_CHECKING:
+    from unisono.observe.profile.read import Profile
     from unisono.observe.report.metrics_table import MetricsTable
 
 BY_LENGTH = "length"
@@ -36,6 +37,13 @@ class Result:
         from unisono.observe.report.metrics_table import MetricsTable  # imported when used, to start quickly
 
         return MetricsTable.read(self.folder)
+
+    @cached_property
+    def profile(self) -> Profile | None:
+        """The newest profile of the run, whose tables `print()` shows; None if nothing was profiled."""
+        from unisono.observe.profile.read import newest_profile
+
+        return newest_profile(self.folder)
 
     def plot(self, *names: str) -> Any:
         """Returns a matplotlib figure of these metrics; without names, of the loss and of the evaluation."""

@@ -21,7 +21,7 @@ from unisono.engine.length import Result
 from unisono.engine.memory.advice import advice
 from unisono.engine.memory.micro_batch_size import MicroBatchSizer
 from unisono.engine.previews import draw_preview
-from unisono.engine.recorder import Recorder
+from unisono.engine.profiling import make_recorder
 from unisono.engine.resume import extra_of, remembered_by, tensors_of
 from unisono.engine.step.optimizer_step import StepReport
 from unisono.engine.step.out_of_memory import OutOfMemoryHere, OutOfMemoryTogether
@@ -43,7 +43,7 @@ class Trainer:
         self.components, self.settings, self.state = components, settings, components.state
         self._rank, self._heartbeat, self._agreement = run.rank, run.rank.heartbeat, run.rank.agreement
         self._main = placement.rank == 0
-        self._folder, self._recorder = run.folder, Recorder(run, open_folder)
+        self._folder, self._recorder = run.folder, make_recorder(run, open_folder)
         self._evaluation = None if run.datasets.evaluation is None else Evaluation(run)
         self._refreshed = False
         components.recipe.clock = self._clock = Clock()

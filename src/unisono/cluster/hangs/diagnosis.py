@@ -29,7 +29,7 @@ class Limits:
         """Returns the limit in this phase, or None if the phase has none."""
         if beat.phase == "prepare":  # collecting data or filling a cache may take hours
             return None
-        if beat.phase in ("save", "preview", "end"):  # these phases depend on the disk or the recipe
+        if beat.phase in ("save", "preview", "profile", "end"):  # these phases depend on the disk or the recipe
             return max(self.hang_s, self.start_s) if self.hang_s and self.start_s else None
         return (self.start_s if beat.is_starting else self.hang_s) or None
 

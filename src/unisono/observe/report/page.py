@@ -8,6 +8,7 @@ from pathlib import Path
 from unisono import __version__
 from unisono.formatting import format_count, shorten
 from unisono.observe.folder import METRICS
+from unisono.observe.profile.section import profile_section
 from unisono.observe.report.parts import as_text, charts_and_values, facts, faults, preview_cards, status_of, tiles
 from unisono.observe.report.previews import Gallery
 from unisono.observe.report.read import Run
@@ -44,6 +45,7 @@ def page(run: Run, gallery: Gallery, now: datetime | None = None) -> str:
         versions=[(as_text(name), as_text(value)) for name, value in list(run.part("versions").items())[:50]],
         footer=_footer(run, now),
         **charts_and_values(run),
+        **profile_section(run.folder),
         **faults(run),
     )
 

@@ -269,6 +269,7 @@ _KINDS: dict[str, tuple[str, Tone, Callable[[Mapping[str, Any]], str]]] = {
         "plain",
         lambda e: f"{e.get('compiled')} graphs, and {e.get('cached')} came from the cache",
     ),
+    "profile": ("profiled", "plain", lambda e: f"steps {e.get('first')} to {e.get('last')}: {e.get('folder')}"),
     "injected": ("injected fault", "injected", lambda e: str(e.get("fault", ""))),
     "tracker": ("tracker", "plain", lambda e: str(e.get("text", ""))),
     "stopped": ("stopped", "plain", lambda e: "with a checkpoint; run the same command to continue"),
