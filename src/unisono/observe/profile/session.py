@@ -34,7 +34,7 @@ class ProfileSession:
 
     def start(self) -> None:
         """Starts the profiler; raises RuntimeError if another one runs in this process."""
-        if torch.autograd._profiler_enabled():  # starting a second one would end the first
+        if torch.autograd.profiler._is_profiler_enabled:  # starting a second one would end the first
             raise RuntimeError("another torch profiler runs in this process")
         self._synchronize()
         self._profiler.prepare_trace()
