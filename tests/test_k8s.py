@@ -316,6 +316,15 @@ def test_a_user_error_is_found_before_anything_is_written(
     assert not list(tmp_path.iterdir())
 
 
+def test_the_grace_period_is_long_enough_for_a_similar_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "events.jsonl").write_text('{"kind": "save", "seconds": 400}\n')
+    words = [TINY, "--image", "me/it:1", "--volume", "shared", "--like", tmp_path]
+    text = command(*words, capsys=capsys)
+    assert job_of(list(yaml.safe_load_all(text)))["template"]["spec"]["terminationGracePeriodSeconds"] == 830
+    with pytest.raises(UserError, match="it is no run folder, or the run has saved no checkpoint"):
+        command(*words[:-1], tmp_path / "none", capsys=capsys)
+
+
 @pytest.mark.parametrize("missing", ["image", "volume"])
 def test_an_image_and_a_volume_are_required(missing: str) -> None:
     words = {"image": ["--volume", "shared"], "volume": ["--image", "me/it:1"]}[missing]

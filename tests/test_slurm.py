@@ -21,6 +21,7 @@ from unisono.cluster.outcome import Outcome, write
 from unisono.cluster.slurm.script import EXIT_AGAIN, EXIT_SMALLER, BatchJob, script, seconds_of
 from unisono.engine.start.srun import judge
 from unisono.errors import ConfigError, UserError
+from unisono.observe.stop_time import seconds_to_stop
 
 if TYPE_CHECKING:
     from slurm_cluster import Slurm
@@ -199,6 +200,21 @@ def test_scancel_ends_the_job_for_good_with_a_checkpoint(slurm: Slurm, tmp_path:
     assert kinds(run)[-1] == "stopped" and list((run / "checkpoints").glob("step_*"))
 
 
+@pytest.mark.slow
+def test_three_gpus_of_two_nodes_are_three_ranks_of_the_same_run(
+    slurm: Slurm, tmp_path: Path, one_rank: list[float]
+) -> None:
+    words = ["--nodes", 2, "--total-gpus", 3, "--submit", "--output_dir", "run"]
+    ended = unisono("slurm", *TRAIN, *words, cwd=tmp_path, **slurm.environ)
+    assert ended.code == 0 and "2 nodes with 3 GPUs together" in ended.out, ended
+    match = re.search(r"Submitted as job (\d+)", ended.out)
+    assert match is not None
+    slurm.wait_for(int(match[1]), "COMPLETED", "FAILED")
+    [first] = json.loads((tmp_path / "run/run.json").read_text())["starts"]
+    assert first["world"] == 3, log(tmp_path)
+    assert losses(tmp_path / "run") == pytest.approx(one_rank, rel=1e-10)
+
+
 # --- the script, without a cluster
 
 
@@ -231,11 +247,41 @@ def job(**more: Any) -> BatchJob:
         ("folder", "/a\n#SBATCH --x", "unprintable characters"),
         ("train", ["a\x00b"], "unprintable characters"),
         ("signal_before", -1, "signal_before: expected at least 0"),
+        ("total_gpus", 4, "total_gpus: it replaces gpus_per_node and ntasks_per_node"),
+        ("container_mounts", ["/a:/b"], "container_mounts: there is no container"),
+        ("container_image", "a;b", "container_image: expected an image"),
+        ("container_image", "-x", "container_image: expected an image"),
     ],
 )
 def test_bad_values_are_refused_by_name(field: str, value: Any, says: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(says)):
         job(**{field: value})
+
+
+@pytest.mark.parametrize("mount", ["/a", "/a:b", "/a b:/c", "/a:/b,/c:/d", "/a:/b:/c"])
+def test_a_mount_of_a_container_is_a_pair_of_absolute_paths(mount: str) -> None:
+    with pytest.raises(ConfigError, match="container_mounts: expected /PATH:/PATH"):
+        job(container_image="me/it", container_mounts=[mount])
+
+
+def test_ranks_run_in_a_container_that_sees_the_working_directory_and_the_run_folder() -> None:
+    inside = script(job(container_image="me/it:1", container_mounts=["/sets:/data:ro"], output_dir="runs/a"))
+    assert (
+        "srun --kill-on-bad-exit=1 --container-image=me/it:1 --container-mounts=/work:/work,/sets:/data:ro "
+        '--container-workdir=/work python3 -P -m unisono "${train[@]}"' in inside
+    )
+    assert '"$python" -P -m unisono.engine.start.srun' in inside, "the script itself runs outside of the container"
+    elsewhere = script(job(container_image="/images/it.sqsh", output_dir="/scratch/a"))
+    assert "--container-mounts=/work:/work,/scratch/a:/scratch/a " in elsewhere
+
+
+def test_nodes_may_have_different_numbers_of_gpus() -> None:
+    text = script(job(nodes=2, ntasks_per_node=None, total_gpus=3))
+    for line in ("--nodes=2", "--ntasks=3", "--gpus-per-task=1"):
+        assert f"\n#SBATCH {line}\n" in text
+    assert "ntasks-per-node" not in text and "srun --kill-on-bad-exit=1 --gpu-bind=none " in text
+    with pytest.raises(ConfigError, match=re.escape("total_gpus: expected at least one GPU per node (2), got 1")):
+        job(nodes=2, ntasks_per_node=None, total_gpus=1)
 
 
 def test_the_signal_must_come_before_the_time_limit() -> None:
@@ -333,6 +379,34 @@ def test_a_user_error_is_found_before_anything_is_written(
     with pytest.raises(UserError, match=re.escape(says)):
         command(TINY, "--gpus-per-node", 4, *words, "--submit", cwd=tmp_path, monkeypatch=monkeypatch)
     assert not list(tmp_path.iterdir())
+
+
+def test_the_signal_leaves_the_time_that_the_run_needs_to_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    saves = "".join(f'{{"kind": "save", "seconds": {seconds}}}\n' for seconds in (3.0, 40.0))
+    (run / "events.jsonl").write_text('{"kind": "start"}\n' + saves + "damaged\n")
+    (run / "metrics.jsonl").write_text('{"step": 1, "step_ms": 900}\n{"step": 2, "step_ms": 61000.5}\n')
+    assert seconds_to_stop(run) == 180  # 30 + 61.0005 + 2 * 40, rounded up
+    words = [TINY, "--gpus-per-node", 1, "--print"]
+    for more, signal_before in (
+        (["--output_dir", "run"], 180),
+        (["--output_dir", "new", "--like", "run"], 180),
+        (["--output_dir", "run", "--signal-before", 90], 90),
+        (["--output_dir", "new"], 120),
+    ):
+        command(*words, *more, cwd=tmp_path, monkeypatch=monkeypatch)
+        assert f"#SBATCH --signal=USR1@{signal_before}\n" in capsys.readouterr().out
+    with pytest.raises(UserError, match="--like new: it is no run folder, or the run has saved no checkpoint"):
+        command(*words, "--like", "new", cwd=tmp_path, monkeypatch=monkeypatch)
+
+
+def test_a_run_that_stops_quickly_still_has_a_minute(tmp_path: Path) -> None:
+    assert seconds_to_stop(tmp_path) is None
+    (tmp_path / "events.jsonl").write_text('{"kind": "save", "seconds": 0.2}\n')
+    assert seconds_to_stop(tmp_path) == 60
 
 
 def test_follow_needs_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from unisono.engine.start.run import configure
 from unisono.errors import EXIT_DONE, ConfigError, UserError
 from unisono.formatting import format_count
 from unisono.observe.redaction import is_secret_name, redacted_text
+from unisono.observe.stop_time import measured_seconds
 from unisono.settings import Settings
 
 _DESCRIPTION = """Write the manifests of a run on Kubernetes: a JobSet, or a TrainJob of Kubeflow Trainer.
@@ -91,9 +92,10 @@ def _parser() -> TrainingParser:
     add(
         "--grace-period",
         "S",
-        "number of seconds that a pod has to save a checkpoint after SIGTERM (default: 300)",
+        "number of seconds that a pod has to save a checkpoint after SIGTERM (default: what --like needed, else 300)",
         type=_whole_number,
     )
+    add("--like", "RUN", "folder of a similar run, from whose longest step and save --grace-period follows", type=Path)
     add(
         "--pod-restarts",
         "N",
@@ -177,6 +179,8 @@ def _job(options: argparse.Namespace, resolved: Resolved, recipe: str, training:
     optional = ("namespace", "priority_class", "service_account", "queue", "cpus", "memory", "min_nodes")
     defaults = ("shm", "gpu_resource", "user", "grace_period", "pod_restarts")
     chosen = {each: getattr(options, each) for each in (*optional, *defaults) if getattr(options, each) is not None}
+    if options.like is not None and "grace_period" not in chosen:
+        chosen["grace_period"] = measured_seconds(options.like)
     return KubernetesJob(
         name=name,
         image=options.image,

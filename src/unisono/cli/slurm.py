@@ -22,6 +22,7 @@ from unisono.engine.start.registry import load_recipe
 from unisono.engine.start.run import configure
 from unisono.errors import EXIT_DONE, ConfigError, UserError
 from unisono.formatting import format_count
+from unisono.observe.stop_time import measured_seconds, seconds_to_stop
 from unisono.settings import Settings
 
 _DESCRIPTION = """Write a batch script for SLURM, and optionally submit it and follow the job.
@@ -52,6 +53,12 @@ def _parser() -> TrainingParser:
     add("--nodes", "N", "number of machines (default: 1)", type=_whole_number)
     add("--gpus-per-node", "N", "GPUs per machine, N or type:N")
     add("--ntasks-per-node", "N", "CPU ranks per machine, when training without GPUs", type=_whole_number)
+    add(
+        "--total-gpus",
+        "N",
+        "GPUs of all nodes together, if nodes have different numbers of GPUs; instead of --gpus-per-node",
+        type=_whole_number,
+    )
     add("--cpus-per-task", "N", "CPU cores per rank", type=_whole_number)
     add("--mem", "M", "memory per machine, for instance 64G")
     add("--time", "T", "time limit, for instance 24:00:00")
@@ -62,12 +69,20 @@ def _parser() -> TrainingParser:
     add("--job-name", "J", "job name (default: the recipe's name)")
     add("--module", "M", "`module load M` before the start; repeatable", action="append", default=[])
     add("--env", "NAME=VALUE", "environment variable of the job; repeatable", action="append", default=[])
+    add("--container-image", "IMAGE", "run the ranks in this image, with the pyxis plugin; it must contain unisono")
+    add(
+        "--container-mounts",
+        "SRC:DST,...",
+        "further folders of the container; the working directory and the run folder are always mounted",
+    )
     add(
         "--signal-before",
         "S",
-        "number of seconds before the time limit at which the run saves and stops; 0: never (default: 120)",
+        "number of seconds before the time limit at which the run saves and stops; 0: never (default: what the run "
+        "in --output_dir or --like needed for its longest step and save, otherwise 120)",
         type=_whole_number,
     )
+    add("--like", "RUN", "folder of a similar run, from whose saves --signal-before follows", type=Path)
     switch("--no-requeue", "at the time limit, end with exit code 75 instead of requeueing the job")
     add("--output-script", "FILE", "file to write (default: <recipe>.sbatch)")
     switch("--force", "overwrite an existing script")
@@ -140,6 +155,10 @@ def _job(options: argparse.Namespace, resolved: Resolved, recipe: str, training:
         for field in dataclasses.fields(BatchJob)
         if (value := getattr(options, field.name, None)) is not None
     }
+    if "container_mounts" in resources:
+        resources["container_mounts"] = resources["container_mounts"].split(",")
+    if "signal_before" not in resources and (measured := _measured_lead(options.like, resolved)) is not None:
+        resources["signal_before"] = measured
     job_name = resources.pop("job_name", "") or _plain(recipe.rpartition(":")[2] or recipe).lower()
     # The script contains the run folder, so that a requeued job, or the same script submitted again, continues the run.
     output = resolved.values["output_dir"] or f"runs/{job_name}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -162,6 +181,14 @@ def _job(options: argparse.Namespace, resolved: Resolved, recipe: str, training:
             f"strategy {strategy} is for one process, but this job has {job.ranks} ranks; use ddp, fsdp or auto"
         )
     return job
+
+
+def _measured_lead(like: Path | None, resolved: Resolved) -> int | None:
+    """How long the run in output_dir, or the similar run `like`, would take to stop; None if that is not known."""
+    if like is not None:
+        return measured_seconds(like)
+    output = resolved.values["output_dir"]
+    return seconds_to_stop(Path(output)) if output else None
 
 
 def _variable(text: str) -> tuple[str, str]:
@@ -189,6 +216,8 @@ def _write(path: Path, text: str, *, overwrite: bool) -> None:
 def _explain(job: BatchJob, path: Path, global_batch: int) -> None:
     per_node = format_count(job.tasks_per_node, "GPU" if job.gpus else "CPU rank")
     size = f"{format_count(job.nodes, 'node')} with {per_node} each, {format_count(job.ranks, 'rank')}"
+    if job.total_gpus is not None:
+        size = f"{format_count(job.nodes, 'node')} with {format_count(job.total_gpus, 'GPU')} together"
     print(f"{path}: {size}, {global_batch} samples per step")
     print(f"  run folder     {job.output_dir} (must be on a file system that all nodes share)")
     if job.signal_before:

@@ -9,6 +9,7 @@ tasks, including those that srun killed itself. So each rank writes its outcome 
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -34,10 +35,15 @@ _FORMATS: dict[str, tuple[re.Pattern[str], str]] = {
     "qos": (_WORD, "the name of a quality of service"),
     "constraint": (re.compile(r"[A-Za-z0-9_.,:&|*()\[\]-]+"), "features of nodes, for instance a100&nvlink"),
     "mem": (re.compile(r"\d+[KMGT]?"), "memory per node such as 64G; 0 is all of it"),
+    "container_image": (
+        re.compile(r"[A-Za-z0-9/.][^\s\"'`$\\;&|<>()]*"),
+        "an image such as repo/name:tag or /path/image.sqsh",
+    ),
     "job_name": (re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*"), "letters, digits, dots, - and _"),
 }
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _MODULE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./+-]*")
+_MOUNT = re.compile(r"/[^\s:,]*:/[^\s:,]*(:[a-z+]+)?")
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,11 @@ class BatchJob:
     nodes: int = 1
     gpus_per_node: str | None = None
     ntasks_per_node: int | None = None
+    total_gpus: int | None = None
+    """Number of GPUs of all nodes together, for nodes with different numbers of GPUs."""
+    container_image: str | None = None
+    """Image in which the ranks run, with the pyxis plugin."""
+    container_mounts: Sequence[str] = ()
     time: str | None = None
     partition: str | None = None
     account: str | None = None
@@ -72,18 +83,12 @@ class BatchJob:
             value = getattr(self, name)
             if value is not None and pattern.fullmatch(value) is None:
                 raise ConfigError(f"{name}: expected {expected}, got {value!r}")
-        for name in ("nodes", "ntasks_per_node", "cpus_per_task"):
+        for name in ("nodes", "ntasks_per_node", "cpus_per_task", "total_gpus"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name}: expected at least 1, got {value}")
-        if self.gpus == 0 and self.ntasks_per_node is None:
-            raise ConfigError(
-                "gpus_per_node: set the number of GPUs per node, or ntasks_per_node to train without GPUs"
-            )
-        if self.gpus and self.ntasks_per_node not in (None, self.gpus):
-            raise ConfigError(
-                f"ntasks_per_node {self.ntasks_per_node}: a node has one task per GPU ({self.gpus}); do not set it"
-            )
+        self._check_tasks()
+        self._check_container()
         limit = None if self.time is None else seconds_of(self.time)
         if self.signal_before < 0 or (limit is not None and self.signal_before >= limit):
             raise ConfigError(
@@ -103,6 +108,44 @@ class BatchJob:
                     f"{text!r} contains unprintable characters, which a script cannot contain; remove them"
                 )
 
+    def _check_tasks(self) -> None:
+        if self.total_gpus is not None:
+            if self.gpus or self.ntasks_per_node is not None:
+                raise ConfigError("total_gpus: it replaces gpus_per_node and ntasks_per_node; remove those")
+            if self.total_gpus < self.nodes:
+                raise ConfigError(
+                    f"total_gpus: expected at least one GPU per node ({self.nodes}), got {self.total_gpus}"
+                )
+            return
+        if self.gpus == 0 and self.ntasks_per_node is None:
+            raise ConfigError(
+                "gpus_per_node: set the number of GPUs per node, or ntasks_per_node to train without GPUs"
+            )
+        if self.gpus and self.ntasks_per_node not in (None, self.gpus):
+            raise ConfigError(
+                f"ntasks_per_node {self.ntasks_per_node}: a node has one task per GPU ({self.gpus}); do not set it"
+            )
+
+    def _check_container(self) -> None:
+        if self.container_mounts and self.container_image is None:
+            raise ConfigError("container_mounts: there is no container; pass --container-image too")
+        if self.container_image is None:
+            return
+        for mount in self.mounts:
+            if _MOUNT.fullmatch(mount) is None:
+                raise ConfigError(
+                    f"container_mounts: expected /PATH:/PATH without spaces, commas and further colons, got {mount!r}"
+                )
+
+    @property
+    def mounts(self) -> list[str]:
+        """The folders that the container sees: the working directory, the run folder and those of the user."""
+        run_folder = os.path.normpath(os.path.join(self.folder, self.output_dir))
+        folders = [self.folder]
+        if os.path.commonpath([run_folder, self.folder]) != self.folder:
+            folders.append(run_folder)
+        return [*(f"{each}:{each}" for each in folders), *self.container_mounts]
+
     @property
     def gpus(self) -> int:
         """Number of GPUs per node."""
@@ -116,7 +159,7 @@ class BatchJob:
     @property
     def ranks(self) -> int:
         """Number of ranks of the run."""
-        return self.nodes * self.tasks_per_node
+        return self.total_gpus or self.nodes * self.tasks_per_node
 
 
 def seconds_of(time: str) -> int:
@@ -137,6 +180,8 @@ def seconds_of(time: str) -> int:
 def script(job: BatchJob) -> str:
     """Returns the text of the batch script."""
     tasks = " ".join(f"{flag}={value}" for flag, value in _step_options(job))
+    # The image has its own Python; the script itself runs outside of the container.
+    program = "python3" if job.container_image is not None else '"$python"'
     lines = ["#!/bin/bash", "# Written by `unisono slurm`: one srun task per rank.", *_directives(job), ""]
     lines += [f"module load {module}" for module in job.modules]
     lines += [f"export {name}={shlex.quote(value)}" for name, value in job.environ.items()]
@@ -153,7 +198,7 @@ def script(job: BatchJob) -> str:
         "    # Each rank writes its outcome here; the folder is on the file system that all nodes share.",
         f'    export {OUTCOMES}="$run/.slurm/$SLURM_JOB_ID.${{SLURM_RESTART_COUNT:-0}}.$attempt"',
         f'    mkdir -p "${OUTCOMES}" || exit 2',
-        f'    srun {tasks} "$python" -P -m unisono "${{train[@]}}"',
+        f'    srun {tasks} {program} -P -m unisono "${{train[@]}}"',
         f'    "$python" -P -m unisono.engine.start.srun "${OUTCOMES}" "$run" $? "$restarts" "$max_restarts"',
         "    outcome=$?",
         f"    # {EXIT_AGAIN}: a rank died; restart all of them from the last checkpoint.",
@@ -178,7 +223,9 @@ def _directives(job: BatchJob) -> list[str]:
         ("output", f"{job.job_name}-%j.log"),
         ("open-mode", "append"),
         ("nodes", job.nodes),
-        ("ntasks-per-node", job.tasks_per_node),
+        ("ntasks", job.total_gpus),
+        ("gpus-per-task", None if job.total_gpus is None else 1),
+        ("ntasks-per-node", job.tasks_per_node if job.total_gpus is None else None),
         ("gpus-per-node", job.gpus_per_node if job.gpus else None),
         ("cpus-per-task", job.cpus_per_task),
         ("mem", job.mem),
@@ -199,4 +246,14 @@ def _step_options(job: BatchJob) -> list[tuple[str, object]]:
     options: list[tuple[str, object]] = [("--kill-on-bad-exit", 1)]
     if job.cpus_per_task is not None:
         options.append(("--cpus-per-task", job.cpus_per_task))
+    if job.total_gpus is not None:
+        options.append(
+            ("--gpu-bind", "none")
+        )  # each rank sees all GPUs of its node and takes the one of its local rank
+    if job.container_image is not None:
+        options += [
+            ("--container-image", shlex.quote(job.container_image)),
+            ("--container-mounts", shlex.quote(",".join(job.mounts))),
+            ("--container-workdir", shlex.quote(job.folder)),
+        ]
     return options
