@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["Group", "Loss", "Recipe", "Tracker", "__version__", "train", "tune"]
+__all__ = ["Group", "Loss", "Recipe", "Tracker", "__version__", "bench", "train", "tune"]
 
 if TYPE_CHECKING:
+    from unisono.benching.bench import bench
     from unisono.engine.recipe import Loss, Recipe
     from unisono.engine.start.run import train
     from unisono.engine.turns.group import Group
@@ -19,6 +20,7 @@ _MODULES = {
     "Recipe": "unisono.engine.recipe",
     "Loss": "unisono.engine.recipe",
     "Tracker": "unisono.observe.trackers.tracker",
+    "bench": "unisono.benching.bench",
     "train": "unisono.engine.start.run",
     "tune": "unisono.tuning.tune",
 }

@@ -17,6 +17,7 @@ COMMANDS = {
     "train": "train a recipe on one device or many",
     "plan": "predict memory, speed and cost of a run under each strategy; needs no GPU",
     "verify": "prove that a recipe trains the same on 1 and on N ranks",
+    "bench": "measure speed, scaling and overhead on several numbers of GPUs or CPU ranks",
     "tune": "search for good settings of a recipe with Optuna",
     "federate": "train one model on clients that keep their data, with Flower",
     "export": "write a run's trained weights to a folder",

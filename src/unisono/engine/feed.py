@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from unisono.data.cursor import Cursor, TrialCursor
 from unisono.data.loader import Loader, MicroBatch
@@ -51,6 +52,11 @@ class Feed:
     def for_trial(self, plan: BatchPlan) -> Loader | ResidentLoader:
         """A separate loader of the micro-batches that need the most memory under the plan."""
         return self._read(self._cursor(plan, TrialCursor), replace(self._settings, num_workers=0))
+
+    @property
+    def data(self) -> Any:
+        """The training data, on the device if it can be."""
+        return self._data
 
     def most_at_once(self, plan: BatchPlan) -> int:
         """The size of the next step's largest micro-batch per device, the same on every rank."""

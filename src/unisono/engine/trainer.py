@@ -134,12 +134,12 @@ class Trainer:
             self._recorder.message(f"done after step {step}; to export its weights: unisono export {folder} FOLDER")
         return Result(folder, "stopped" if stopped else "done", step, dict(self.state.last_metrics))
 
-    def _loop(self) -> bool:
-        """Trains to the end of the run; returns True if a signal ended it earlier."""
-        settings = self.settings
+    def _loop(self, end: int | None = None) -> bool:
+        """Trains to the end of the run, or to sample `end`; returns True if a signal ended it earlier."""
+        settings, end = self.settings, self.length.samples if end is None else end
         if self._evaluate_first() or (self.state.owes_evaluation and self._evaluate_and_preview()):
             return self._stopping()
-        while self.state.samples < self.length.samples:
+        while self.state.samples < end:
             if self._refresh():
                 return self._stopping()
             if self._sizer.rise():

@@ -13,18 +13,17 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from unisono.cluster.environment import detect
 from unisono.cluster.signals import handling_stop_signals
-from unisono.config.values import jsonable
 from unisono.engine.recipe import Recipe
 from unisono.engine.run_folder.new_folder import default_folder
 from unisono.engine.start.registry import check_recipe, importable_name, load_recipe
-from unisono.engine.start.settings_source import SettingsSource
+from unisono.engine.start.settings_source import SettingsSource, source_of
 from unisono.errors import EXIT_STOPPED, EXIT_USER_ERROR, ConfigError, TrainingFailed, UnisonoError, UserError
 from unisono.formatting import format_count, format_number
 from unisono.observe.folder import RUN, check_writable
@@ -81,10 +80,6 @@ def tune(
             f"{recipe_class.__name__} is defined in {recipe_class.__module__}, which other processes cannot import; "
             "move it to a file of its own"
         )
-    names = {recipe_class.aliases.get(name, name) for name in [*settings, *search]}
-    files, passed = _from_config(config, recipe_class)
-    passed = {name: value for name, value in passed.items() if recipe_class.aliases.get(name, name) not in names}
-    overrides = {name: jsonable(value) for name, value in {**passed, **settings}.items()}
     options = StudyOptions(
         trials=trials,
         objective=objective,
@@ -94,7 +89,7 @@ def tune(
         sampler=sampler,  # type: ignore[arg-type]
         parallel=parallel,
     )
-    source = SettingsSource(files, (), overrides)
+    source = source_of(config, recipe_class, settings, searched=list(search))
     return run_study(recipe_class, reference, search, options, source, lambda text: print(text, flush=True))
 
 
@@ -295,20 +290,3 @@ class _Loop:
         values = "  ".join(f"{name} {value}" for name, value in trial.params.items())
         leader = "" if best is None else f"  (best {format_number(best.value or 0.0)}, trial {best.number})"
         self._say(f"[{len(finished)}/{self._plan.options.trials}] trial {number}: {result}{leader}  {values}")
-
-
-def _from_config(config: Any, recipe_class: type[Recipe]) -> tuple[tuple[Path, ...], dict[str, Any]]:
-    """Config files, or settings by name, from the `config` of a Python caller."""
-    if config is None:
-        return (), {}
-    if isinstance(config, str | os.PathLike):
-        return (Path(config),), {}
-    if isinstance(config, list | tuple):
-        return tuple(Path(file) for file in config), {}
-    if isinstance(config, Mapping):
-        return (), dict(config)
-    if is_dataclass(config) and isinstance(config, recipe_class.Config):
-        return (), {f.name: getattr(config, f.name) for f in fields(config)}
-    raise UserError(
-        f"config: expected {recipe_class.__name__}.Config, a mapping, a file or files, got {type(config).__name__}"
-    )

@@ -1,0 +1,55 @@
+"""What each rank of a measured run does; `unisono.engine.start.rank` calls it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from unisono.benching.measured_trainer import MeasuredTrainer
+from unisono.config.resolve import Resolved
+from unisono.engine.start.rank_start import RankStart
+from unisono.engine.start.registry import load_recipe
+from unisono.engine.start.session import run_session
+from unisono.engine.training_run import TrainingRun
+from unisono.observe.folder import METRICS
+from unisono.observe.json_lines import JsonLines
+from unisono.settings import Settings
+
+PHASES = ("step_ms", "data_wait_ms", "comm_ms", "mfu")
+"""Numbers of metrics.jsonl that are averaged over the timed steps."""
+
+
+def measure(arguments: Mapping[str, Any], start: RankStart) -> dict[str, Any] | None:
+    """Measures one case on this rank, with all other ranks; returns its numbers, or None if a signal stopped it."""
+    recipe_class = load_recipe(arguments["recipe"])
+    resolved = Resolved.from_json((Settings, recipe_class.Config), arguments["resolved"])
+    trainers = list[MeasuredTrainer]()
+
+    def make_trainer(run: TrainingRun, open_folder: Any) -> MeasuredTrainer:
+        trainers.append(MeasuredTrainer(run, open_folder, **arguments["options"]))
+        return trainers[0]
+
+    result = run_session(recipe_class, resolved, start, make_trainer)
+    if result.status == "stopped":
+        return None
+    [trainer] = trainers
+    return {**trainer.numbers, "phases": phases(result.folder / METRICS, arguments["options"]["warmup"])}
+
+
+def phases(file: Path, warmup: int) -> dict[str, float]:
+    """The means of the phases of a step over the steps after the warm-up, from the records of metrics.jsonl.
+
+    The time of the hand-written loop is not part of them.
+    """
+    sums, steps, last = dict[str, float](), dict[str, int](), warmup
+    for record in JsonLines(file):
+        step = record.get("step")
+        if not isinstance(step, int) or step <= warmup:
+            continue
+        number, last = step - last, step
+        for name in PHASES:
+            if isinstance(value := record.get(name), int | float):
+                sums[name] = sums.get(name, 0.0) + number * value
+                steps[name] = steps.get(name, 0) + number
+    return {name: total / steps[name] for name, total in sums.items()}
