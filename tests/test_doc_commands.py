@@ -82,6 +82,7 @@ SHORTER = {
     r"^unisono verify wan-flow": "--steps 1 --num_shapes 16 --eval_every -1",
     r"^unisono verify": "--steps 1",
     r"^unisono tune": "--trials 1 --max_steps 2",
+    r"^unisono bench": "--rounds 1 --steps 1 --warmup 2",
     r"^unisono federate": "--rounds 1 --local_steps 2 --clients 1",
 }
 # Documents whose commands take long nevertheless, or are the same as in another document.

@@ -22,6 +22,7 @@ from unisono.benching.plot import draw
 from unisono.benching.result import Bench, make_rows
 from unisono.benching.tables import markdown_of
 from unisono.cluster.environment import detect
+from unisono.cluster.launch.job_folder import job_folder
 from unisono.cluster.signals import handling_stop_signals
 from unisono.config.resolve import Resolved
 from unisono.config.values import jsonable
@@ -118,7 +119,8 @@ def _measure(
     numbers = {name: getattr(options, name) for name in ("steps", "warmup", "rounds", "overhead")}
     received: list[str] = []
     log = folder / f"{case.ranks}.log"
-    with closing(CaseRun(recipe, case, numbers, log, environ)) as run:
+    # A folder that the next command removes if this one is killed.
+    with job_folder() as scratch, closing(CaseRun(recipe, case, numbers, scratch, log, environ)) as run:
 
         def on_signal(number: int, frame: FrameType | None) -> None:
             received.append(signal.Signals(number).name)

@@ -1,4 +1,4 @@
-"""Runs one case: a process that starts its ranks, with a run folder that is removed afterwards."""
+"""Runs one case: a process that starts its ranks, with a temporary run folder."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,12 +22,16 @@ class CaseRun:
     """The process of one case."""
 
     def __init__(
-        self, recipe: str, case: Case, options: Mapping[str, Any], log: Path, environ: Mapping[str, str]
+        self,
+        recipe: str,
+        case: Case,
+        options: Mapping[str, Any],
+        folder: Path,
+        log: Path,
+        environ: Mapping[str, str],
     ) -> None:
-        """`log` is the file for everything that the ranks print."""
-        self._case, self._log = case, log
-        self._scratch = tempfile.TemporaryDirectory(prefix="unisono-bench-")
-        folder = Path(self._scratch.name)
+        """`folder` is a temporary folder for the run; `log` is the file for everything that the ranks print."""
+        self._case, self._folder, self._log = case, folder, log
         resolved = case.resolved.with_values("bench", output_dir=str(folder / "run"))
         job = {"recipe": recipe, "ranks": case.ranks, "resolved": resolved.to_json(), "options": dict(options)}
         (folder / JOB).write_text(json.dumps(job))
@@ -64,14 +67,13 @@ class CaseRun:
             kind = UserError if code == EXIT_USER_ERROR else TrainingFailed
             number = self._case.ranks
             raise kind(f"{number} rank{'s' * (number > 1)}: {self._last_words()}; see {as_typed(self._log)}")
-        return json.loads(Path(self._scratch.name, RESULT).read_text())  # type: ignore[no-any-return]
+        return json.loads(Path(self._folder, RESULT).read_text())  # type: ignore[no-any-return]
 
     def close(self) -> None:
-        """Kills the ranks if they still run, and removes their run folder."""
+        """Kills the ranks if they still run."""
         if self._process.poll() is None:
             self._process.kill()
             self._process.wait()
-        self._scratch.cleanup()
 
     def _last_words(self) -> str:
         lines = self._log.read_text(errors="replace").strip().splitlines()

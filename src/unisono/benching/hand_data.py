@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from unisono.data.bits import Purpose, key_of
 from unisono.data.cursor import Chunk, Cursor
@@ -20,6 +22,8 @@ from unisono.data.seeding import seed_everything
 from unisono.data.shapes import shapes_of
 from unisono.engine.batch import BatchPlan
 from unisono.engine.training_run import TrainingRun
+
+_AHEAD = 512  # number of micro-batches whose indices are computed together
 
 
 @dataclass(frozen=True)
@@ -40,23 +44,23 @@ class HandData:
         settings, placement = run.settings.data, run.components.strategy.placement
         self._device = placement.device
         self._floating = torch.float64 if run.settings.precision.dtype == "float64" else None
-        # All indices are computed before the measurement, as a sampler does that permutes once per epoch.
-        self._chunks = list(_cursor(run, data, order, plan).chunks())
-        indices = [order.indices(np.asarray(chunk.positions)) for chunk in self._chunks]
-        self._number = 0
+        self._order, self._chunks = order, _cursor(run, data, order, plan).chunks()
+        self._read = deque[Chunk]()  # chunks whose indices the loader has got
+        first = self._next_indices()
+        sizes = {0 if chunk.is_dummy else len(chunk.positions) for chunk in self._read}
+        self.samples_at_once = sizes.pop() if len(sizes) == 1 else 0
+        """The number of samples of each of this rank's micro-batches; 0 if they differ."""
+        indices = itertools.chain(first, itertools.chain.from_iterable(iter(self._next_indices, [])))
         if is_resident(data):
-            on_device = [torch.from_numpy(each).to(self._device) for each in indices]
+            on_device = (torch.from_numpy(each).to(self._device, non_blocking=True) for _, each in indices)
             self._batches: Iterator[Any] = (data.gather(each) for each in on_device)
             return
-        pairs = [
-            list(zip(chunk.positions, each.tolist(), strict=True))
-            for chunk, each in zip(self._chunks, indices, strict=True)
-        ]
         workers = settings.num_workers
         self._batches = iter(
             DataLoader(
                 _Samples(data, order.seed if draws else None),
-                batch_sampler=pairs,  # keys of the dataset, which need not be numbers
+                # keys of the dataset, which need not be numbers
+                batch_sampler=_Pairs(list(zip(positions, each.tolist(), strict=True)) for positions, each in indices),
                 collate_fn=run.components.recipe.collate,
                 num_workers=workers,
                 prefetch_factor=settings.prefetch_factor if workers else None,
@@ -64,13 +68,24 @@ class HandData:
             )
         )
 
+    def _next_indices(self) -> list[tuple[Sequence[int], Any]]:
+        """Positions and indices of the next micro-batches, computed together, as a sampler does that permutes once."""
+        chunks = list(itertools.islice(self._chunks, _AHEAD))
+        if not chunks:
+            return []
+        self._read.extend(chunks)
+        ends = np.cumsum([len(chunk.positions) for chunk in chunks])
+        positions = np.concatenate([np.asarray(chunk.positions) for chunk in chunks])
+        by_chunk = np.split(self._order.indices(positions), ends[:-1])
+        return [(chunk.positions, each) for chunk, each in zip(chunks, by_chunk, strict=True)]
+
     def step(self) -> Iterator[HandMicroBatch]:
         """Yields the micro-batches of the next step."""
         is_last = False
         while not is_last:
-            chunk, self._number = self._chunks[self._number], self._number + 1
-            is_last = chunk.last
-            data = mapped(next(self._batches), self._moved)
+            batch = next(self._batches)  # may compute further indices, and so the next chunk
+            chunk = self._read.popleft()
+            is_last, data = chunk.last, mapped(batch, self._moved)
             yield HandMicroBatch(data, _positions(chunk, self._device), 0.0 if chunk.is_dummy else 1.0, is_last)
 
     def _moved(self, leaf: Any) -> Any:
@@ -78,12 +93,6 @@ class HandData:
             return leaf.to(self._device) if hasattr(leaf, "to") else leaf
         dtype = self._floating if self._floating is not None and leaf.is_floating_point() else leaf.dtype
         return leaf.to(self._device, dtype, non_blocking=True)
-
-    @property
-    def samples_at_once(self) -> int:
-        """The number of samples of each of this rank's micro-batches; 0 if they differ."""
-        sizes = {0 if chunk.is_dummy else len(chunk.positions) for chunk in self._chunks}
-        return sizes.pop() if len(sizes) == 1 else 0
 
     def close(self) -> None:
         """Ends the loader's workers."""
@@ -101,6 +110,16 @@ def _cursor(run: TrainingRun, data: Any, order: Order, plan: BatchPlan) -> Curso
         world=placement.data_world,
         shapes=shapes_of(data, order),
     )
+
+
+class _Pairs(Sampler[list[tuple[int, int]]]):
+    """A sampler of batches of (position, index) pairs."""
+
+    def __init__(self, pairs: Iterator[list[tuple[int, int]]]) -> None:
+        self._pairs = pairs
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        return self._pairs
 
 
 class _Samples(Dataset[Any]):
