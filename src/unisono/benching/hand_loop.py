@@ -185,7 +185,7 @@ def _make_optimizer(recipe: Recipe, named: Any, model: nn.Module, settings: Sett
 def _in_ddp(loss: nn.Module, settings: Settings, device: torch.device) -> DistributedDataParallel:
     parallel = settings.parallel
     # torch 2.13 renamed the option, so it is passed only if it differs from the default.
-    buffers = {} if parallel.broadcast_buffers else {"broadcast_buffers": False}
+    buffers: dict[str, Any] = {} if parallel.broadcast_buffers else {"broadcast_buffers": False}
     return DistributedDataParallel(
         loss,
         device_ids=[device.index] if device.type == "cuda" else None,
