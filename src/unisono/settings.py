@@ -218,6 +218,8 @@ class DataSettings:
     """Load batches into page-locked host memory, from which copies to the GPU are faster."""
     shuffle: bool = True
     """Read the dataset in a new random order in every epoch. Otherwise every epoch reads it in index order."""
+    shuffle_window: int = 0
+    """Shuffle within windows of this many samples, each of which touches only a few of the dataset's blocks (the shards of a tar dataset, see docs/data.md). Blocks have another order in every epoch. Use it if samples lie in large or remote files; a window takes no memory, so let it contain several blocks. It cannot change within a run. 0: shuffle the whole dataset."""
     max_bad_samples: int = 0
     """Number of unreadable samples that a run skips before it ends with an error. A sample counts as unreadable if reading it fails twice."""
 

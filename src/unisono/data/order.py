@@ -8,14 +8,13 @@ only an integer, nothing is shuffled in memory, and every rank and worker comput
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 
-from unisono.data.bits import Integers, Purpose, key_of, keys_for, mix
-
-_ROUNDS = 6
+from unisono.data.bits import Integers, Purpose, key_of, keys_for
+from unisono.data.permutation import permute
+from unisono.data.windows import Windows
 
 
 @dataclass(frozen=True)
@@ -27,6 +26,8 @@ class Order:
     shuffle: bool = True
     data_size: int | None = None
     """Size of the dataset if an epoch omits some of its samples (each epoch omits others); None if it omits none."""
+    windows: Windows | None = None
+    """Windows in which the samples are shuffled; None: the whole dataset is shuffled at once."""
 
     def __getitem__(self, position: int) -> int:
         """Returns the dataset index of the sample at `position`."""
@@ -43,33 +44,16 @@ class Order:
         if not self.shuffle or size == 1:
             return offsets  # type: ignore[no-any-return]
         epochs = (positions - offsets) // self.num_samples
+        if self.windows is not None:
+            return self._windowed(self.windows, offsets, epochs, size)  # type: ignore[no-any-return]
         keys = keys_for(key_of(Purpose.ORDER, self.seed), epochs)
-        return _permute(offsets, size, keys)  # type: ignore[no-any-return]
+        return permute(offsets, size, keys)  # type: ignore[no-any-return]
 
-
-def _permute(offsets: Integers, size: int, keys: Integers) -> Integers:
-    """Returns a keyed permutation of range(size), evaluated only at `offsets`, so memory does not depend on the size.
-
-    A Feistel network permutes range(p) for the next power of two, p. Applying the network again until the value is in
-    range(size) (cycle walking) restricts it to a permutation of range(size) (Black and Rogaway 2002).
-    """
-    bits = (size - 1).bit_length()
-    low_bits = (bits + 1) // 2
-    low_mask, high_mask = (1 << low_bits) - 1, (1 << (bits - low_bits)) - 1
-    round_keys = [keys + (number << 56) for number in range(_ROUNDS)]
-
-    def feistel(x: Integers) -> Integers:
-        low, high = x & low_mask, x >> low_bits
-        for even, odd in zip(round_keys[::2], round_keys[1::2], strict=True):
-            high = high ^ (mix(low + even) & high_mask)
-            low = low ^ (mix(high + odd) & low_mask)
-        return (high << low_bits) | low  # type: ignore[no-any-return]
-
-    where: Any = torch.where if isinstance(offsets, torch.Tensor) else np.where
-    x = feistel(offsets)
-    while bool((outside := x >= size).any()):
-        x = where(outside, feistel(x), x)
-    return x
+    def _windowed(self, windows: Windows, offsets: Integers, epochs: Integers, size: int) -> Integers:
+        if isinstance(offsets, torch.Tensor):
+            on_host = windows.indices(offsets.cpu().numpy(), epochs.cpu().numpy(), size, self.seed)
+            return torch.from_numpy(on_host).to(offsets.device)  # type: ignore[return-value]
+        return windows.indices(offsets, epochs, size, self.seed)  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ _AT_LEAST_ONE = (
 )
 _AT_LEAST_ZERO = (
     "num_workers",
+    "shuffle_window",
     "keep_last",
     "save_every",
     "max_restarts",
@@ -167,6 +168,8 @@ def check_settings(settings: Settings) -> None:
         raise ConfigError("output_dir: expected a folder, got an empty text")
     if settings.ema.ema_decay == 1:
         raise ConfigError("ema_decay: with 1 the average would never change; use for instance 0.999")
+    if settings.data.shuffle_window and not settings.data.shuffle:
+        raise ConfigError("shuffle_window needs shuffle; remove shuffle_window, or set shuffle to true")
     parse(settings.run.inject)
     check_track(settings.observe.track)
     parse_profile(settings.observe.profile)

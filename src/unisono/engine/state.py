@@ -40,6 +40,7 @@ class TrainState:
     skipped_in_a_row: int = 0
     expected_count: float = 0.0  # power of two near the last step's count over all ranks; 0 before the first
     num_samples: int = 0  # size of the dataset; the sample order depends on it
+    blocks: int = 0  # checksum of the dataset's blocks, on which the order with shuffle_window depends; 0: no blocks
     bad_samples: int = 0  # samples skipped because they could not be read
     micro_batch: int = 0  # micro-batch per device, if running out of memory changed it; 0: as in the settings
     memory_failures: int = 0  # number of times that micro_batch was lowered
@@ -53,8 +54,9 @@ class TrainState:
     def to_json(self) -> dict[str, Any]:
         """The state as a JSON value."""
         data = asdict(self)
-        if not self.groups:  # as in checkpoints of earlier versions
-            del data["groups"]
+        for name in ("groups", "blocks"):  # as in checkpoints of earlier versions
+            if not data[name]:
+                del data[name]
         return data
 
     @classmethod

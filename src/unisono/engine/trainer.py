@@ -50,7 +50,7 @@ class Trainer:
         remembered_by(components.recipe)
         size = run.datasets.num_samples
         per_epoch = components.recipe.samples_per_epoch or size
-        self._order = Order(per_epoch, settings.run.seed, settings.data.shuffle, size)
+        self._order = Order(per_epoch, settings.run.seed, settings.data.shuffle, size, run.datasets.windows)
         self._sizer = self._make_sizer(run.batch)
         self._feed = Feed(run, self._order)
         self._step = StepsInTurn(components, settings, self._agreement, self._heartbeat)

@@ -11,6 +11,7 @@ from torch.utils.data import Dataset
 from unisono.config.resolve import Resolved
 from unisono.data.bits import Purpose, key_of
 from unisono.data.seeding import seed_everything
+from unisono.data.windows import Windows, remark_on_windows, windows_of
 from unisono.engine.batch import BatchPlan, check_against_data
 from unisono.engine.checks import check_held_out
 from unisono.engine.rank_context import RankContext
@@ -26,7 +27,13 @@ class Datasets:
     train: Dataset[Any]
     evaluation: Dataset[Any] | None
     num_samples: int  # size of `train`
+    windows: Windows | None  # in which `train` is shuffled
     remarks: list[str] = field(default_factory=list)
+
+    @property
+    def blocks(self) -> int:
+        """The checksum of the blocks on which the sample order depends; 0 if it depends on none."""
+        return 0 if self.windows is None else self.windows.checksum
 
 
 def build_datasets(
@@ -38,21 +45,26 @@ def build_datasets(
         raise RecipeError('dataset("train") returned None; return a map-style dataset')
     check_held_out(evaluation, settings, resolved)
     num_samples = len(train)  # type: ignore[arg-type]
-    if len(set(rank.agreement.all_gather(num_samples))) > 1:
+    windows = windows_of(train, settings.data.shuffle_window)
+    of_ranks = rank.agreement.all_gather((num_samples, 0 if windows is None else windows.checksum))
+    if len({size for size, _ in of_ranks}) > 1:
         raise RecipeError(
             f'dataset("train") has {num_samples} samples on this rank and a different number on other ranks; '
             "make it the same on all ranks"
         )
+    if len({checksum for _, checksum in of_ranks}) > 1:
+        raise RecipeError('dataset("train") has other block_starts on other ranks; make them the same on all ranks')
+    remark = remark_on_windows(windows, num_samples)
+    remarks = [] if remark is None else [remark]
     if recipe.whole_epochs:
-        return Datasets(train, evaluation, num_samples)
+        return Datasets(train, evaluation, num_samples, windows, remarks)
     check_against_data(batch, num_samples)
-    remarks = []
     if num_samples < batch.global_batch:
         remarks.append(
             f"the dataset has {num_samples} samples, fewer than the effective batch of {batch.global_batch}: "
             "a step continues into the next epoch"
         )
-    return Datasets(train, evaluation, num_samples, remarks)
+    return Datasets(train, evaluation, num_samples, windows, remarks)
 
 
 def _build(recipe: Recipe, split: str, seed: int) -> Dataset[Any] | None:

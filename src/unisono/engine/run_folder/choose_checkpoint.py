@@ -16,6 +16,7 @@ from unisono.checkpoint.examination import Examination
 from unisono.checkpoint.find import Damage, list_steps, newest_valid, validate
 from unisono.checkpoint.manifest import CheckpointError, read_manifest
 from unisono.checkpoint.tensor_file import BadTensorFile
+from unisono.engine.build.datasets import Datasets
 from unisono.engine.rank_context import RankContext
 from unisono.engine.resume import (
     ChosenCheckpoint,
@@ -84,13 +85,13 @@ def resume_from(
     point: ResumePoint,
     components: Components,
     run: EnteredRun,
-    num_samples: int,
+    datasets: Datasets,
     rank: RankContext,
     group: dist.ProcessGroup | None,
 ) -> ChosenCheckpoint:
     """Restores the checkpoint, or the newest older one that matches the model; returns it, with new notes.
 
-    `num_samples` is the size of the dataset. Every rank calls it, even if the run begins at step 0.
+    Every rank calls it, even if the run begins at step 0.
     """
     if point.path is None:
         return point.checkpoint
@@ -108,10 +109,16 @@ def resume_from(
     best = rank.main_decides(lambda: read_best(folder))
     if best is not None and best["step"] <= components.state.step:  # the last evaluation comes after the last save
         components.state.best = best
-    if components.state.num_samples not in (0, num_samples):
+    saved = components.state
+    if saved.num_samples not in (0, datasets.num_samples):
         used.remarks.append(
-            f"the dataset had {components.state.num_samples:,} samples before and has {num_samples:,} now: "
+            f"the dataset had {saved.num_samples:,} samples before and has {datasets.num_samples:,} now: "
             "the sample order differs from this step on, and samples that are held out now may have been trained on"
+        )
+    elif saved.blocks != datasets.blocks:
+        used.remarks.append(
+            "the blocks of the dataset (its shards or row groups) have other sizes than before: the sample order "
+            "differs from this step on"
         )
     non_finite = sorted(
         {name for names in rank.agreement.all_gather(_not_finite(components.strategy)) for name in names}

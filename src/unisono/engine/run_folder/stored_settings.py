@@ -28,7 +28,7 @@ _PER_START |= {"output_dir", "resume", "inject", "num_workers", "prefetch_factor
 _PER_START |= {"batch_size", "gradient_accumulation_steps", "global_batch_size", "micro_batch", "guard_steps"}
 _PER_START |= {"gpu_memory_gb", "track_offline", "track_timeout", "profile"}
 
-FIXED = ("shuffle", "optimizer", "base_precision", "sparsity")
+FIXED = ("shuffle", "shuffle_window", "optimizer", "base_precision", "sparsity")
 """Engine settings that cannot change within a run, because the order of samples, the meaning of the optimizer's saved
 state or the frozen weights of a LoRA depend on them. The seed and the effective batch cannot change either, but have
 their own checks. A recipe lists its own settings in `Recipe.fixed`."""

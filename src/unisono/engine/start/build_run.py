@@ -53,8 +53,8 @@ def build_run(rank: RankContext, entered: EnteredRun, requested_devices: int | N
     entered, batch, settings = fitted.entered, fitted.batch, fitted.entered.settings
     components = build_components(recipe, settings, placement, batch, rank.agreement)
     save_group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if world.size > 1 else None
-    checkpoint = resume_from(point, components, entered, datasets.num_samples, rank, save_group)
-    components.state.num_samples = datasets.num_samples
+    checkpoint = resume_from(point, components, entered, datasets, rank, save_group)
+    components.state.num_samples, components.state.blocks = datasets.num_samples, datasets.blocks
     length = _derive_length(entered, components, datasets.num_samples, world.size)
     evaluated = is_evaluated(components.state, length.length)
     recipe.evaluations = rank.main_decides(

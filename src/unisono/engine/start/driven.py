@@ -142,6 +142,7 @@ class DrivenTrainer(Trainer):
         with group.optimizer.without_state_missing_in(contents.shapes):
             restore(contents, read_state(checkpoint), self.components, self._run.save_group)
         self.state.num_samples, self._saved_step = self._order.data_size or self._order.num_samples, -1
+        self.state.blocks = self._run.datasets.blocks
         self._sizer.plan = replace(self._sizer.plan, global_batch=self.state.global_batch)
         self._recorder.moved_to(self.state.samples)
         if self._main:

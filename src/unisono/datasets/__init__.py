@@ -1,0 +1,25 @@
+"""Map-style datasets for large data: tar shards, Parquet and Arrow files, folders of files, Hugging Face datasets.
+
+Each is an index on disk, which is built once and memory-mapped, and reads one sample at a time. So the sample order,
+which is a pure function of seed and position, works as for any other dataset, and a run resumes at the exact sample.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__all__ = ["TarShards"]
+
+if TYPE_CHECKING:
+    from unisono.datasets.tar_shards import TarShards
+
+_MODULES = {"TarShards": "tar_shards"}
+
+
+def __getattr__(name: str) -> Any:
+    # Imported on first use, because torch and pyarrow take seconds.
+    if name not in _MODULES:
+        raise AttributeError(f"module 'unisono.datasets' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"unisono.datasets.{_MODULES[name]}"), name)

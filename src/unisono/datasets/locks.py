@@ -1,0 +1,35 @@
+"""Locks between processes, held by the kernel: a lock ends with its process, even if that is killed."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_RETRY_S = 0.02
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Holds the lock of a file, which is created if necessary; waits for the process that holds it."""
+    handle = os.open(path, _FLAGS, 0o666)
+    try:
+        while not _acquired(handle):
+            time.sleep(_RETRY_S)  # and not a blocking call, which a signal could not end
+        yield
+    finally:
+        os.close(handle)
+
+
+def _acquired(handle: int) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # the file system does not support locks: each process then does the work itself
+        pass
+    return True

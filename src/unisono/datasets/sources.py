@@ -1,0 +1,168 @@
+"""The files of a dataset: local ones, and those that fsspec opens by a URL. Reads ranges of bytes from them."""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from io import FileIO
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+from unisono.errors import UserError
+from unisono.plain_files import open_regular
+
+_OPEN_FILES = 64  # per process
+_THREADS = 16  # that examine remote files at the same time
+_STAMPS = ("ETag", "etag", "generation", "md5Hash", "sha256", "blob_id", "LastModified", "Last-Modified", "mtime")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file as it was when it was examined. Readers refuse a file that has changed since then."""
+
+    url: str  # an absolute path, or a URL
+    size: int
+    stamp: str  # differs if the content differs: the modification time, or the entity tag of a URL
+
+    @property
+    def name(self) -> str:
+        """The URL without secrets; it identifies the file in an index and in messages."""
+        return shown(self.url)
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether fsspec opens it."""
+        return is_remote(self.url)
+
+
+def is_remote(url: str) -> bool:
+    """Whether fsspec opens this path."""
+    return "://" in url and not url.startswith("file://")
+
+
+def shown(url: str) -> str:
+    """A URL without user name, password and query, which may contain secrets; a path as it is."""
+    if not is_remote(url):
+        return url
+    parts = urlsplit(url)
+    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+
+
+def file_system(url: str, **options: Any) -> Any:
+    """The fsspec file system of a URL, with a connection of its own, because connections do not survive a fork."""
+    protocol = url.partition("://")[0]
+    try:
+        import fsspec
+
+        return fsspec.filesystem(protocol, skip_instance_cache=True, **options)
+    except ImportError as error:
+        package = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "hf": "huggingface_hub"}.get(protocol, "fsspec[http]")
+        raise UserError(f"{shown(url)} needs a package that is not installed; pip install {package}") from error
+    except ValueError as error:
+        raise UserError(f"{shown(url)}: {error}") from error
+
+
+def examine(urls: Sequence[str], **options: Any) -> list[Source]:
+    """Looks up the size and the stamp of every file; UserError if one cannot be read."""
+    systems: dict[str, Any] = {}
+    for url in urls:
+        protocol = url.partition("://")[0]
+        if is_remote(url) and protocol not in systems:
+            systems[protocol] = file_system(url, **options)
+    if not systems:
+        return [_examined(url, None) for url in urls]
+    with ThreadPoolExecutor(_THREADS) as pool:
+        return list(pool.map(lambda url: _examined(url, systems.get(url.partition("://")[0])), urls))
+
+
+def _examined(url: str, system: Any) -> Source:
+    try:
+        if system is None:
+            status = os.stat(url)
+            if not stat.S_ISREG(status.st_mode):
+                raise UserError(f"{url} is not a file")
+            return Source(url, status.st_size, str(status.st_mtime_ns))
+        info = system.info(url)
+    except UserError:
+        raise
+    except Exception as error:  # every file system of fsspec raises others
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else type(error).__name__
+        raise UserError(f"{shown(url)} cannot be read ({reason})") from error
+    stamp = next((str(info[name]) for name in _STAMPS if info.get(name)), "")
+    if info.get("size") is None:
+        raise UserError(f"{shown(url)}: the server does not tell its size, so parts of it cannot be read")
+    return Source(url, int(info["size"]), stamp)
+
+
+@dataclass
+class RangeReader:
+    """Reads ranges of bytes. Keeps files open; can be pickled, and used by several threads."""
+
+    options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        self._lock = threading.Lock()
+        self._files: OrderedDict[str, FileIO] = OrderedDict()
+        self._systems: dict[tuple[int, str], Any] = {}
+
+    def read(self, source: Source, start: int, count: int) -> bytes:
+        """Returns `count` bytes from `start`, or fewer at the end of the file; OSError if it cannot be read."""
+        if not source.is_remote:
+            file = self._open(source)
+            return read_exactly(file, start, count)
+        stop = min(start + count, source.size)
+        if stop <= start:
+            return b""
+        data: bytes = self._system(source.url).cat_file(source.url, start=start, end=stop)
+        if len(data) != stop - start:
+            raise OSError(f"{source.name}: {stop - start} bytes from {start} on are expected, and {len(data)} arrived")
+        return data
+
+    def download(self, source: Source, path: str) -> None:
+        """Copies a remote file to a new local one."""
+        self._system(source.url).get_file(source.url, path)
+
+    def _open(self, source: Source) -> FileIO:
+        with self._lock:
+            file = self._files.get(source.url)
+            if file is None:
+                file = self._files[source.url] = open_regular(source.url)
+                while len(self._files) > _OPEN_FILES:
+                    self._files.popitem(last=False)  # closed as soon as no other thread reads from it
+            self._files.move_to_end(source.url)
+        status = os.fstat(file.fileno())
+        if (status.st_size, str(status.st_mtime_ns)) != (source.size, source.stamp):
+            with self._lock:
+                self._files.pop(source.url, None)
+            raise UserError(f"{source.name} has changed since this run read its index; start the run again")
+        return file
+
+    def _system(self, url: str) -> Any:
+        key = os.getpid(), url.partition("://")[0]
+        with self._lock:
+            if key not in self._systems:
+                self._systems = {key: file_system(url, **self.options)}
+            return self._systems[key]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"options": self.options}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.__post_init__()
+
+
+def read_exactly(file: FileIO, start: int, count: int) -> bytes:
+    """Reads from a local file; a single read may return less than is there."""
+    data = os.pread(file.fileno(), count, start)
+    while len(data) < count:
+        more = os.pread(file.fileno(), count - len(data), start + len(data))
+        if not more:
+            break
+        data += more
+    return data

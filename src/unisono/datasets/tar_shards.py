@@ -1,0 +1,111 @@
+"""A dataset of tar files, with random access to their samples."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from unisono.datasets.index import Array, Kind, open_index
+from unisono.datasets.patterns import expand
+from unisono.datasets.sources import RangeReader, Source, examine
+from unisono.datasets.tar_members import BLOCK, TarError
+from unisono.datasets.tar_samples import TarSample, samples
+from unisono.errors import UserError
+
+_MOST_BLOCKS = 2**32  # a row stores numbers of 512-byte blocks in 32 bits, for shards of up to 2 TiB
+_AHEAD = 2**18  # bytes that indexing reads at a time
+
+
+class TarShards(Dataset[Any]):
+    """Samples in tar files, in the layout of WebDataset: files that share a key are the fields of a sample.
+
+    `shards` are paths, patterns (`train/*.tar`), brace ranges (`train-{000..099}.tar`), folders, or URLs that fsspec
+    opens. A sample is a dict of bytes by field, with its key as `__key__`; `transform`, a function of a module, turns
+    it into what the recipe needs. With `fields`, a sample has only these fields, and it is an error if one is missing.
+    """
+
+    def __init__(
+        self,
+        shards: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+        *,
+        fields: Sequence[str] | None = None,
+        transform: Callable[[dict[str, Any]], Any] | None = None,
+        index_dir: str | os.PathLike[str] | None = None,
+        storage_options: dict[str, Any] | None = None,
+    ) -> None:
+        """The index of the shards is built in `index_dir` when it is missing; `storage_options` are those of fsspec."""
+        options = storage_options or {}
+        self.shards = examine(expand(shards, ".tar", **options), **options)
+        self.fields, self.transform = None if fields is None else tuple(fields), transform
+        self._reader = RangeReader(options)
+        kind = Kind("tar-1", "uint32", 2, "samples", partial(_rows, self._reader))
+        self._index = open_index(index_dir, kind, self.shards)
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def __getitem__(self, index: int) -> Any:
+        number, (first, blocks) = self._index.locate(index)
+        sample = self._sample(self.shards[number], int(first) * BLOCK, int(blocks) * BLOCK)
+        return sample if self.transform is None else self.transform(sample)
+
+    @property
+    def block_starts(self) -> Array:
+        """The first sample of each shard: `--shuffle_window` reads the samples of a shard together."""
+        return self._index.starts
+
+    def _sample(self, shard: Source, start: int, length: int) -> dict[str, Any]:
+        data = memoryview(self._reader.read(shard, start, length))
+        try:
+            found = list(samples(lambda at, count: bytes(data[at : at + count]), length, whole=False))
+        except TarError as error:
+            raise UserError(f"{shard.name}: the sample at byte {start} cannot be read: {error}") from error
+        if len(found) != 1:
+            raise UserError(f"{shard.name} has changed: there are {len(found)} samples at byte {start} instead of one")
+        [sample] = found
+        return {"__key__": sample.key, **self._contents(sample, data, shard)}
+
+    def _contents(self, sample: TarSample, data: memoryview, shard: Source) -> dict[str, bytes]:
+        names = sample.fields if self.fields is None else self.fields
+        for name in names:
+            if name not in sample.fields:
+                others = ", ".join(sample.fields)
+                raise UserError(f"{shard.name}: the sample {sample.key!r} has no field {name!r}, only {others}")
+        members = {name: sample.fields[name] for name in names}
+        return {name: bytes(data[member.data : member.data + member.size]) for name, member in members.items()}
+
+
+def _rows(reader: RangeReader, shard: Source) -> Array:
+    """The first block and the number of blocks of each sample in a shard."""
+    if shard.size > _MOST_BLOCKS * BLOCK:
+        raise UserError(f"{shard.name} is larger than 2 TiB; split it")
+    rows = []
+    try:
+        for sample in samples(_Buffered(reader, shard).read, shard.size):
+            rows.append((sample.start // BLOCK, (sample.end - sample.start) // BLOCK))
+    except TarError as error:
+        raise UserError(f"{shard.name} cannot be used: {error}") from error
+    except OSError as error:
+        raise UserError(f"{shard.name} cannot be read ({error.strerror or error})") from error
+    return np.array(rows, dtype=np.uint32).reshape(-1, 2)
+
+
+class _Buffered:
+    """Reads small pieces in ascending order; remote ones in larger portions."""
+
+    def __init__(self, reader: RangeReader, shard: Source) -> None:
+        self._reader, self._shard = reader, shard
+        self._ahead = _AHEAD if shard.is_remote else 0
+        self._start, self._data = 0, b""
+
+    def read(self, start: int, count: int) -> bytes:
+        at = start - self._start
+        if not 0 <= at <= len(self._data) - count:
+            self._start, self._data = start, self._reader.read(self._shard, start, max(count, self._ahead))
+            at = 0
+        return self._data[at : at + count]
