@@ -27,6 +27,7 @@ from unisono.errors import RecipeError, UnisonoError
 from unisono.formatting import shorten
 
 _LOOK_AHEAD = 1024  # number of positions whose indices one numpy call computes, to amortize the overhead of the call
+_ANNOUNCED = 2**14  # number of positions ahead whose indices a dataset with `will_read` gets, to fetch remote files
 _PAUSE_S, _LONGEST_PAUSE_S = 0.1, 1.0  # seconds before the second attempt
 _MOST_PAUSES_S = 3.0  # maximum total of the pauses since the last readable sample; waiting longer does not help
 _ERROR_LENGTH, _TRACEBACK_LINES = 300, 12
@@ -109,6 +110,8 @@ class ChunkReader:
         if not first <= position < first + len(indices):
             first, indices = position, self.order.indices(np.arange(position, position + _LOOK_AHEAD)).tolist()
             self._cached_indices = first, indices
+            if callable(will_read := getattr(self.dataset, "will_read", None)):
+                will_read(self.order.indices(np.arange(position, position + _ANNOUNCED)))
         return indices[position - first]
 
     def _read(self, position: int) -> Any:

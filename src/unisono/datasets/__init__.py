@@ -8,12 +8,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["TarShards"]
+__all__ = ["ArrowRows", "Files", "HuggingFace", "ParquetRows", "TarShards"]
 
 if TYPE_CHECKING:
+    from unisono.datasets.arrow_rows import ArrowRows
+    from unisono.datasets.files import Files
+    from unisono.datasets.hugging_face import HuggingFace
+    from unisono.datasets.parquet_rows import ParquetRows
     from unisono.datasets.tar_shards import TarShards
 
-_MODULES = {"TarShards": "tar_shards"}
+_MODULES = {
+    "ArrowRows": "arrow_rows",
+    "Files": "files",
+    "HuggingFace": "hugging_face",
+    "ParquetRows": "parquet_rows",
+    "TarShards": "tar_shards",
+}
 
 
 def __getattr__(name: str) -> Any:

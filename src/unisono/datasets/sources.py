@@ -27,7 +27,7 @@ class Source:
 
     url: str  # an absolute path, or a URL
     size: int
-    stamp: str  # differs if the content differs: the modification time, or the entity tag of a URL
+    stamp: str  # differs if the content differs: the modification time, or the entity tag of a URL; "": unknown
 
     @property
     def name(self) -> str:
@@ -136,9 +136,12 @@ class RangeReader:
                     self._files.popitem(last=False)  # closed as soon as no other thread reads from it
             self._files.move_to_end(source.url)
         status = os.fstat(file.fileno())
-        if (status.st_size, str(status.st_mtime_ns)) != (source.size, source.stamp):
+        is_other = status.st_size != source.size or source.stamp not in ("", str(status.st_mtime_ns))
+        if is_other or not status.st_nlink:  # a file that was removed or replaced
             with self._lock:
                 self._files.pop(source.url, None)
+            if not is_other:
+                return self._open(source)
             raise UserError(f"{source.name} has changed since this run read its index; start the run again")
         return file
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from functools import partial
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,12 +13,14 @@ from torch.utils.data import Dataset
 
 from unisono.datasets.index import Array, Kind, open_index
 from unisono.datasets.patterns import expand
+from unisono.datasets.shard_cache import ShardCache
 from unisono.datasets.sources import RangeReader, Source, examine
 from unisono.datasets.tar_members import BLOCK, TarError
 from unisono.datasets.tar_samples import TarSample, samples
 from unisono.errors import UserError
 
 _MOST_BLOCKS = 2**32  # a row stores numbers of 512-byte blocks in 32 bits, for shards of up to 2 TiB
+_ATTEMPTS = 20  # to read a shard that other processes remove from the cache
 _AHEAD = 2**18  # bytes that indexing reads at a time
 
 
@@ -37,13 +40,22 @@ class TarShards(Dataset[Any]):
         transform: Callable[[dict[str, Any]], Any] | None = None,
         index_dir: str | os.PathLike[str] | None = None,
         storage_options: dict[str, Any] | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        cache_bytes: int = 100 * 2**30,
     ) -> None:
-        """The index of the shards is built in `index_dir` when it is missing; `storage_options` are those of fsspec."""
+        """The index of the shards is built in `index_dir` when it is missing; `storage_options` are those of fsspec.
+
+        With `cache_dir`, remote shards are copied to this folder before they are read, up to `cache_bytes`.
+        """
         options = storage_options or {}
         self.shards = examine(expand(shards, ".tar", **options), **options)
         self.fields, self.transform = None if fields is None else tuple(fields), transform
         self._reader = RangeReader(options)
-        kind = Kind("tar-1", "uint32", 2, "samples", partial(_rows, self._reader))
+        self._cache: ShardCache | None = None
+        if cache_dir is not None and any(shard.is_remote for shard in self.shards):
+            self._cache = ShardCache(Path(cache_dir).expanduser().absolute(), cache_bytes, self._reader.download)
+            self._cache.check(self.shards)
+        kind = Kind("tar-1", "uint32", 2, "samples", self._rows)
         self._index = open_index(index_dir, kind, self.shards)
 
     def __len__(self) -> int:
@@ -59,16 +71,61 @@ class TarShards(Dataset[Any]):
         """The first sample of each shard: `--shuffle_window` reads the samples of a shard together."""
         return self._index.starts
 
+    def will_read(self, indices: Array) -> None:
+        """Called by the loader with samples that it reads soon, so that their shards are fetched in the background."""
+        if self._cache is None:
+            return
+        numbers = np.searchsorted(self._index.ends, indices, side="right")
+        soon, size = list[Source](), 0
+        for number in dict.fromkeys(numbers.tolist()):
+            size += self.shards[number].size
+            if size > self._cache.limit // 2 and soon:
+                break
+            soon.append(self.shards[number])
+        self._cache.prefetch([shard for shard in soon if shard.is_remote])
+
     def _sample(self, shard: Source, start: int, length: int) -> dict[str, Any]:
-        data = memoryview(self._reader.read(shard, start, length))
+        try:
+            return self._parsed(shard, start, length)
+        except UserError:
+            if self._cache is None or not shard.is_remote:
+                raise
+        self._cache.forget(shard)
+        return self._parsed(shard, start, length)
+
+    def _parsed(self, shard: Source, start: int, length: int) -> dict[str, Any]:
+        data = memoryview(self._read(shard, start, length))
         try:
             found = list(samples(lambda at, count: bytes(data[at : at + count]), length, whole=False))
         except TarError as error:
             raise UserError(f"{shard.name}: the sample at byte {start} cannot be read: {error}") from error
-        if len(found) != 1:
-            raise UserError(f"{shard.name} has changed: there are {len(found)} samples at byte {start} instead of one")
+        if len(found) != 1 or (found[0].start, found[0].end) != (0, length):
+            raise UserError(f"{shard.name} has changed: there is another sample at byte {start} than in the index")
         [sample] = found
         return {"__key__": sample.key, **self._contents(sample, data, shard)}
+
+    def _read(self, shard: Source, start: int, count: int) -> bytes:
+        if self._cache is None or not shard.is_remote:
+            return self._reader.read(shard, start, count)
+        for _ in range(_ATTEMPTS):
+            with suppress(FileNotFoundError):  # another process made room for a shard of its own
+                return self._reader.read(self._cache.local(shard), start, count)
+        raise UserError(f"{shard.name} is removed from the cache before it can be read; raise cache_bytes")
+
+    def _rows(self, shard: Source) -> Array:
+        """The first block and the number of blocks of each sample in a shard."""
+        if shard.size > _MOST_BLOCKS * BLOCK:
+            raise UserError(f"{shard.name} is larger than 2 TiB; split it")
+        ahead = _AHEAD if shard.is_remote and self._cache is None else 0
+        rows = []
+        try:
+            for sample in samples(_Buffered(self._read, shard, ahead).read, shard.size):
+                rows.append((sample.start // BLOCK, (sample.end - sample.start) // BLOCK))
+        except TarError as error:
+            raise UserError(f"{shard.name} cannot be used: {error}") from error
+        except OSError as error:
+            raise UserError(f"{shard.name} cannot be read ({error.strerror or type(error).__name__})") from error
+        return np.array(rows, dtype=np.uint32).reshape(-1, 2)
 
     def _contents(self, sample: TarSample, data: memoryview, shard: Source) -> dict[str, bytes]:
         names = sample.fields if self.fields is None else self.fields
@@ -80,32 +137,16 @@ class TarShards(Dataset[Any]):
         return {name: bytes(data[member.data : member.data + member.size]) for name, member in members.items()}
 
 
-def _rows(reader: RangeReader, shard: Source) -> Array:
-    """The first block and the number of blocks of each sample in a shard."""
-    if shard.size > _MOST_BLOCKS * BLOCK:
-        raise UserError(f"{shard.name} is larger than 2 TiB; split it")
-    rows = []
-    try:
-        for sample in samples(_Buffered(reader, shard).read, shard.size):
-            rows.append((sample.start // BLOCK, (sample.end - sample.start) // BLOCK))
-    except TarError as error:
-        raise UserError(f"{shard.name} cannot be used: {error}") from error
-    except OSError as error:
-        raise UserError(f"{shard.name} cannot be read ({error.strerror or error})") from error
-    return np.array(rows, dtype=np.uint32).reshape(-1, 2)
-
-
 class _Buffered:
-    """Reads small pieces in ascending order; remote ones in larger portions."""
+    """Reads small pieces in ascending order, in portions of at least `ahead` bytes."""
 
-    def __init__(self, reader: RangeReader, shard: Source) -> None:
-        self._reader, self._shard = reader, shard
-        self._ahead = _AHEAD if shard.is_remote else 0
+    def __init__(self, read: Callable[[Source, int, int], bytes], shard: Source, ahead: int) -> None:
+        self._read, self._shard, self._ahead = read, shard, ahead
         self._start, self._data = 0, b""
 
     def read(self, start: int, count: int) -> bytes:
         at = start - self._start
         if not 0 <= at <= len(self._data) - count:
-            self._start, self._data = start, self._reader.read(self._shard, start, max(count, self._ahead))
+            self._start, self._data = start, self._read(self._shard, start, max(count, self._ahead))
             at = 0
         return self._data[at : at + count]
