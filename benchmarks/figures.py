@@ -370,6 +370,7 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     HERE.parent / "docs" / "clips.md": {
         "clips_learning": tables_of("clips_learning", "Results on the mirror set"),
         "clips_harder": tables_of("clips_harder", "The mirror set with noise"),
+        "clips_untrained": tables_of("clips_untrained", "The built-in scorer, baselines and a trained run"),
         "clips_long": tables_of("clips_long", "Long videos of 1280 × 720"),
         "clips_extraction": tables_of("clips_extraction", "Feature extraction"),
         "clips_overhead": tables_of("clips_overhead", "Step time compared with a hand-written loop,"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
@@ -17,6 +17,7 @@ from urllib.parse import unquote, unquote_to_bytes
 import numpy as np
 import pytest
 import torch
+from numpy.typing import ArrayLike
 
 from browser import Browser
 from test_clips_cutting import made, seen
@@ -34,6 +35,7 @@ from unisono.recipes.clips.model import Scorer
 from unisono.recipes.clips.page.page import write_page
 from unisono.recipes.clips.page.timeline import score_axis
 from unisono.recipes.clips.recipe import Clips
+from unisono.recipes.clips.scoring import Scored
 from unisono.recipes.clips.settings import Config
 from unisono.recipes.clips.trained import VideoScorer, load_scorer
 from unisono.recipes.clips.video.clips import clips as read_clips
@@ -49,10 +51,17 @@ class Judged:
     clip_seconds: float = 2.0
     has_sound: bool = True
     damage: Damage | None = None
+    parts: dict[str, np.ndarray] = field(default_factory=dict)
 
     @property
     def duration(self) -> float:
         return len(self.scores) * self.clip_seconds
+
+
+def judged(scores: ArrayLike, clip_seconds: float = 2.0) -> Scored:
+    """Scores of a video, as a trained run gives them."""
+    values = np.asarray(scores, np.float64)
+    return Scored(values, clip_seconds, len(values) * clip_seconds, has_sound=True)
 
 
 def scorer(video: Path) -> Judged:
@@ -112,11 +121,11 @@ def test_names_are_escaped_on_the_page(video: Path, tmp_path: Path) -> None:
 
 
 def test_a_page_without_clips_or_scores_is_still_a_page(video: Path, tmp_path: Path) -> None:
-    text = write_page(tmp_path / "a.html", Footage(video), [float("nan")] * 10, 2.0, []).read_text()
+    text = write_page(tmp_path / "a.html", Footage(video), judged([float("nan")] * 10), []).read_text()
     assert "There are no clips." in text and "nan" not in text.split("<main>")[1].split("<script>")[0]
     with pytest.raises(UserError, match="is not overwritten"):
-        write_page(tmp_path / "a.html", Footage(video), [0.5] * 10, 2.0, [])
-    many = write_page(tmp_path / "b.html", Footage(video), np.random.default_rng(0).random(20_000), 0.001, [])
+        write_page(tmp_path / "a.html", Footage(video), judged([0.5] * 10), [])
+    many = write_page(tmp_path / "b.html", Footage(video), judged(np.random.default_rng(0).random(20_000), 0.001), [])
     assert len(many.read_text()) < 200_000
 
 
@@ -129,7 +138,7 @@ def test_a_copy_that_begins_early_is_reported(video: Path, tmp_path: Path, capsy
     assert (content["clips"][0]["start"], content["clips"][0]["file_start"]) == (2.5, 2.0)
     assert not (tmp_path / "a talk" / "page.html").exists()
     cut = Cut(tmp_path / "x.mp4", 2.0, 7.5)
-    page = write_page(tmp_path / "p.html", Footage(video), [0.5] * 8, 2.5, [(Moment(2.5, 7.5, 0.9), cut)])
+    page = write_page(tmp_path / "p.html", Footage(video), judged([0.5] * 8, 2.5), [(Moment(2.5, 7.5, 0.9), cut)])
     assert "The file is 5.5 s long: it starts at a key frame, 0.5 s before the clip" in page.read_text()
     assert 'src="./x.mp4#t=0.500"' in page.read_text()  # where the player starts
 

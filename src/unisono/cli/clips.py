@@ -1,4 +1,4 @@
-"""`unisono clips VIDEO ... --run RUN`: scores videos with a trained run and cuts out the best moments."""
+"""`unisono clips VIDEO ... [--run RUN]`: scores videos and cuts out the best moments."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _LONG_S = 120  # for videos longer than this many seconds, progress is shown eve
 
 
 def main(argv: list[str], scorer: Callable[[Path], Any] | VideoScorer | None = None) -> int:
-    """Runs the command; a caller may pass a scorer instead of a run."""
-    options = _options(argv, needs_run=scorer is None)
+    """Runs the command; a caller may pass a scorer of its own."""
+    options = _options(argv)
     from unisono.recipes.clips.page.output_folders import output_folders
 
     chosen = output_folders(options.videos, options.output_dir)
@@ -58,15 +58,20 @@ def main(argv: list[str], scorer: Callable[[Path], Any] | VideoScorer | None = N
     return EXIT_USER_ERROR if failed else EXIT_DONE
 
 
-def _options(argv: list[str], *, needs_run: bool) -> argparse.Namespace:
+def _options(argv: list[str]) -> argparse.Namespace:
     parser = Parser(
         "clips",
-        "Score videos with a trained run of the recipe `clips`, and cut out the best moments. Each video gets a folder "
-        "with its clips, clips.json (scores and times) and an HTML page that shows them.",
+        "Score videos, and cut out the best moments. The scores are those of a trained run of the recipe `clips` "
+        "(--run), or of the built-in scorer. Each video gets a folder with its clips, clips.json (scores and times) "
+        "and an HTML page that shows them.",
     )
     parser.add_argument("videos", type=Path, nargs="+", metavar="VIDEO", help="videos to cut")
     parser.add_argument(
-        "--run", type=Path, metavar="RUN", required=needs_run, help="folder of a trained run of the recipe `clips`"
+        "--run",
+        type=Path,
+        metavar="RUN",
+        help="folder of a trained run of the recipe `clips` (default: the built-in scorer, which measures speech, "
+        "laughter, loudness, motion, scene cuts and faces, and needs no training)",
     )
     parser.add_argument(
         "--output_dir", type=Path, metavar="FOLDER", default=Path("clips"), help="output folder (default: clips)"
@@ -149,11 +154,27 @@ def _scorer(options: argparse.Namespace, scorer: Callable[[Path], Any] | VideoSc
         if isinstance(scorer, VideoScorer):
             return scorer
         return VideoScorer(lambda video, progress: scorer(video), str(options.run) if options.run else "")
+    if options.run is None:
+        return _built_in(options)
     device = usable_device(options.device)
     _check_run(options)
     return load_scorer(
         options.run, step=options.step, weights=options.weights, recipe_from=options.recipe, device=device
     )
+
+
+def _built_in(options: argparse.Namespace) -> VideoScorer:
+    """Returns the scorer that needs no run, and prints a note about it."""
+    from unisono.recipes.clips.untrained import faces
+    from unisono.recipes.clips.untrained.scorer import NOTE, untrained_scorer
+
+    for name in ("step", "recipe"):
+        if getattr(options, name):
+            raise ConfigError(f"--{name} selects a part of a trained run; pass the run as well (--run)")
+    for note in (NOTE, "" if faces.available() else faces.MISSING):
+        if note:
+            print(f"unisono: {note}", file=sys.stderr)
+    return untrained_scorer()
 
 
 def _check_run(options: argparse.Namespace) -> None:
@@ -211,7 +232,7 @@ def _clip(video: Path, folder: Path, scorer: VideoScorer, options: argparse.Name
             if options.page:
                 page = new_folder / "page.html"
                 model = f"{scorer.name}, trained on {scorer.trained_on}" if scorer.trained_on else scorer.name
-                write_page(page, footage, scored.scores, scored.clip_seconds, clips, model, remarks)
+                write_page(page, footage, scored, clips, model, remarks)
     except BadMedia as error:
         raise UserError(str(error)) from None
     except OSError as error:

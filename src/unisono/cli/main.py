@@ -23,7 +23,7 @@ COMMANDS = {
     "export": "write a run's trained weights to a folder",
     "watch": "show runs while they train: ranks, loss, events, time left; in the terminal or the browser",
     "report": "write one HTML page about a run, or one that compares runs",
-    "clips": "score videos with a trained run, and cut out the best moments",
+    "clips": "score videos, and cut out the best moments",
     "seo": "report on a web site: rule-based checks of its pages, and learned scores",
     "doctor": "check that this machine can train, and say what to fix",
     "slurm": "write, submit and follow the batch script of a run under SLURM",

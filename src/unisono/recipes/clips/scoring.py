@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,8 @@ class Scored:
     duration: float
     has_sound: bool
     damage: Damage | None = None
+    parts: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
+    """For the built-in scorer: the contribution of each part to each score. Their sum is the score."""
 
 
 @torch.no_grad()

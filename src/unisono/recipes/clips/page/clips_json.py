@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from unisono.recipes.clips.remarks import about_scores
+from unisono.recipes.clips.untrained.combine import shares_of
 
 if TYPE_CHECKING:
     from unisono.recipes.clips.cutting.cut import Cut
@@ -37,11 +38,13 @@ def write_record(
         "nothing_stands_out": bool(about_scores(scored.scores)),
         "clip_seconds": scored.clip_seconds,
         "scores": [round(float(score), 5) if math.isfinite(score) else None for score in scored.scores],
+        "parts": {name: [round(float(value), 5) for value in values] for name, values in scored.parts.items()},
         "clips": [
             {
                 "start": round(moment.start, 3),
                 "end": round(moment.end, 3),
                 "score": round(moment.score, 5),
+                "shares": {name: round(share, 3) for name, share in shares_of(moment, scored).items()},
                 "file": cut.path.name,
                 "file_start": round(cut.start, 3),
                 "file_end": round(cut.end, 3),

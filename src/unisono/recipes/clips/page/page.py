@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from unisono import __version__
 from unisono.errors import UserError
@@ -23,18 +23,21 @@ from unisono.recipes.clips.cutting.cut import Cut
 from unisono.recipes.clips.cutting.moments import Moment
 from unisono.recipes.clips.page.timeline import timeline
 from unisono.recipes.clips.remarks import NEGLIGIBLE_S, format_score
+from unisono.recipes.clips.scoring import Scored
+from unisono.recipes.clips.untrained.combine import shares_of
+from unisono.recipes.clips.untrained.parts import LABELS
 from unisono.recipes.clips.video.footage import Footage
 
 _TEMPLATE = Path(__file__).with_name("page.html")
 _NUM_THUMBNAILS = 12
+_SMALLEST_SHARE = 0.05  # of a clip's score, for a part to be named
 _WIDE_SCREEN = 1120  # pixels of the timeline's width on a large screen
 
 
 def write_page(
     to: Path,
     footage: Footage,
-    scores: ArrayLike,
-    clip_seconds: float,
+    scored: Scored,
     clips: Sequence[tuple[Moment, Cut]],
     scored_by: str = "",
     remarks: Sequence[str] = (),
@@ -58,9 +61,11 @@ def write_page(
         remarks=[f"{remark[:1].upper()}{remark[1:]}." for remark in remarks],
         source=relative_link(footage.path, to.parent),
         whole_poster=_poster(footage, footage.duration / 2, 640),
-        timeline=timeline(footage, np.asarray(scores, np.float64), clip_seconds, moments, _thumbnails(footage)),
-        clip_seconds=clip_seconds,
-        cards=[_card(moment, cut, footage, to.parent) for moment, cut in clips],
+        timeline=timeline(
+            footage, np.asarray(scored.scores, np.float64), scored.clip_seconds, moments, _thumbnails(footage)
+        ),
+        clip_seconds=scored.clip_seconds,
+        cards=[_card(moment, cut, footage, to.parent, _reasons(moment, scored)) for moment, cut in clips],
     )
     try:
         with to.open("x", encoding="utf-8", errors="replace") as file:
@@ -72,12 +77,19 @@ def write_page(
     return to
 
 
-def _card(moment: Moment, cut: Cut, footage: Footage, folder: Path) -> dict[str, Any]:
+def _reasons(moment: Moment, scored: Scored) -> str:
+    """What the built-in scorer found in a moment; empty for a trained run."""
+    shares = [(name, share) for name, share in shares_of(moment, scored).items() if share >= _SMALLEST_SHARE]
+    return ", ".join(f"{LABELS[name]} {100 * share:.0f} %" for name, share in shares)
+
+
+def _card(moment: Moment, cut: Cut, footage: Footage, folder: Path, reasons: str) -> dict[str, Any]:
     early = moment.start - cut.start
     return {
         "moment": moment,
         "span": f"{format_clock(moment.start)} – {format_clock(moment.end)}",
         "score": format_score(moment.score),
+        "reasons": reasons,
         "poster": _poster(footage, (moment.start + moment.end) / 2, 360),
         "file": relative_link(cut.path, folder),
         "file_name": cut.path.name,

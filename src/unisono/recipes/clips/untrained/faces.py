@@ -1,0 +1,59 @@
+"""Finds faces with OpenCV's cascade, which is part of its wheel (`unisono[faces]`); nothing is downloaded."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+MISSING = "faces are not counted, because OpenCV is not installed: pip install 'unisono[faces]'"
+SIZE = 180
+"""Length of a frame's shorter side at which faces are looked for."""
+_SMALLEST = 24  # pixels of the shorter side: an eighth of a frame's height
+
+Box = tuple[int, int, int, int]
+"""Left, top, width and height in pixels."""
+
+
+def available() -> bool:
+    """Whether OpenCV with its cascades is installed; version 5 has none."""
+    found = importlib.util.find_spec("cv2")
+    return found is not None and any(
+        (Path(folder) / "data" / "haarcascade_frontalface_default.xml").is_file()
+        for folder in found.submodule_search_locations or ()
+    )
+
+
+@functools.cache
+def _cascade() -> Any:
+    import cv2
+
+    cv2.setNumThreads(1)  # small pictures; ranks and other commands share the cores
+    return cv2.CascadeClassifier(cv2.data.haarcascades + "haarcascade_frontalface_default.xml")
+
+
+def faces(frame: NDArray[np.uint8]) -> list[Box]:
+    """The faces in an RGB frame [height, width, 3], the largest first."""
+    import cv2
+
+    grey = cv2.equalizeHist(cv2.cvtColor(frame, cv2.COLOR_RGB2GRAY))
+    found = _cascade().detectMultiScale(grey, scaleFactor=1.15, minNeighbors=5, minSize=(_SMALLEST, _SMALLEST))
+    boxes = [(int(left), int(top), int(width), int(height)) for left, top, width, height in found]
+    boxes.sort(key=lambda box: (-box[2] * box[3], box))
+    return [box for number, box in enumerate(boxes) if not any(_inside(box, larger) for larger in boxes[:number])]
+
+
+def _inside(box: Box, larger: Box) -> bool:
+    """Whether the centre of a box is in a larger one: the cascade finds some faces twice, in two sizes."""
+    x, y = box[0] + box[2] / 2, box[1] + box[3] / 2
+    return larger[0] <= x <= larger[0] + larger[2] and larger[1] <= y <= larger[1] + larger[3]
+
+
+def presence(frame: NDArray[np.uint8]) -> float:
+    """How much of a frame's shorter side its faces take up together, at most 1."""
+    shorter = min(frame.shape[:2])
+    return min(1.0, sum(box[3] for box in faces(frame)) / shorter)

@@ -1,0 +1,49 @@
+"""Measures motion, scene cuts and changes of what is on the screen, clip by clip."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unisono.recipes.clips.cutting.edges import shots
+
+_LUMA = np.array([0.299, 0.587, 0.114])
+_CHANGED = 0.08  # brightness difference from which a pixel counts as changed, with black 0 and white 1
+_STILL = 0.02  # mean frame difference at which a scene no longer counts as still
+_BEFORE = 4  # frames of the clip before that are compared with this clip's
+
+
+@dataclass(frozen=True)
+class PictureOfClip:
+    """The measurements of a clip's frames."""
+
+    motion: float
+    """Median difference between successive frames, from 0 to 1; a scene cut does not count."""
+    num_cuts: int
+    screen: float
+    """Fraction of the screen that changed since the last clip, in a scene that is otherwise still: a new slide."""
+
+
+class Pictures:
+    """Measures the clips of a video in order; each is compared with the one before."""
+
+    def __init__(self) -> None:
+        self._last: NDArray[np.uint8] | None = None  # the last frames of the clip before
+        self._look: NDArray[np.float64] | None = None  # its brightness, averaged over time
+
+    def measure(self, frames: NDArray[np.uint8]) -> PictureOfClip:
+        """Measures the next clip [frames, height, width, 3]."""
+        joined = frames if self._last is None else np.concatenate([self._last, frames])
+        luma = joined @ _LUMA / 255
+        differences = np.abs(np.diff(luma, axis=0)).mean(axis=(1, 2)) if len(luma) > 1 else np.zeros(1)
+        # A cut between this clip's last frame and the next is found with the next clip.
+        first_new = len(joined) - len(frames)
+        cuts = [edge for edge in shots(joined, np.arange(len(joined), dtype=np.float64)) if edge.time >= first_new]
+        look = np.median(luma[first_new:], axis=0)
+        motion = float(np.median(differences[max(0, first_new - 1) :])) if len(differences) else 0.0
+        changed = 0.0 if self._look is None else float((np.abs(look - self._look) > _CHANGED).mean())
+        self._last, self._look = frames[-_BEFORE:].copy(), look
+        return PictureOfClip(motion, len(cuts), changed * math.exp(-motion / _STILL))
