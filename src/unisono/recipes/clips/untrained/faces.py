@@ -21,11 +21,15 @@ Box = tuple[int, int, int, int]
 
 def available() -> bool:
     """Whether OpenCV with its cascades is installed; version 5 has none."""
+    return _cascade_file() is not None
+
+
+@functools.cache
+def _cascade_file() -> Path | None:
     found = importlib.util.find_spec("cv2")
-    return found is not None and any(
-        (Path(folder) / "data" / "haarcascade_frontalface_default.xml").is_file()
-        for folder in found.submodule_search_locations or ()
-    )
+    folders = found.submodule_search_locations if found is not None else None
+    files = (Path(folder) / "data" / "haarcascade_frontalface_default.xml" for folder in folders or ())
+    return next((file for file in files if file.is_file()), None)
 
 
 @functools.cache
@@ -33,7 +37,7 @@ def _cascade() -> Any:
     import cv2
 
     cv2.setNumThreads(1)  # small pictures; ranks and other commands share the cores
-    return cv2.CascadeClassifier(cv2.data.haarcascades + "haarcascade_frontalface_default.xml")
+    return cv2.CascadeClassifier(str(_cascade_file()))
 
 
 def faces(frame: NDArray[np.uint8]) -> list[Box]:
@@ -56,4 +60,4 @@ def _inside(box: Box, larger: Box) -> bool:
 def presence(frame: NDArray[np.uint8]) -> float:
     """How much of a frame's shorter side its faces take up together, at most 1."""
     shorter = min(frame.shape[:2])
-    return min(1.0, sum(box[3] for box in faces(frame)) / shorter)
+    return min(1.0, float(sum(height for _, _, _, height in faces(frame)) / shorter))
