@@ -153,6 +153,16 @@ def test_a_damaged_copy_is_downloaded_again(server: Server, tmp_path: Path, dama
     assert [sample["txt"] for sample in data] == [content(number) for number in range(SIZE)]
 
 
+def test_a_sample_without_a_field_does_not_download_its_shard_again(server: Server, tmp_path: Path) -> None:
+    data = shards(server, tmp_path, cache_dir=tmp_path / "cache", fields=["png"])
+    assert data._cache is not None
+    before = len(server.requests)
+    for _ in range(3):
+        with pytest.raises(UserError, match="no field 'png'"):
+            data[0]
+    assert len(server.requests) == before
+
+
 def test_a_connection_that_breaks_is_an_error_and_leaves_no_half_file(server: Server, tmp_path: Path) -> None:
     data = shards(server, tmp_path, cache_dir=tmp_path / "cache")
     for copy in (tmp_path / "cache").glob("*.file"):

@@ -20,6 +20,7 @@ from command_line import environment
 from ranks import run_ranks
 from shards import BLOCK, content, header, padded, write_shards, write_tar
 from unisono.datasets import TarShards
+from unisono.datasets.locks import locked
 from unisono.datasets.sources import RangeReader, Source
 from unisono.errors import UserError
 
@@ -244,6 +245,74 @@ def test_ranks_that_start_together_build_the_index_once(tmp_path: Path) -> None:
     write_shards(tmp_path / "shards", [20] * 10)
     results = run_ranks("one_rank", __file__, 3, {"folder": str(tmp_path)})
     assert [size for size, _ in results] == [200] * 3 and sum(said for _, said in results) == 1
+
+
+@pytest.mark.parametrize("has_locks", [True, False])
+def test_processes_that_find_a_damaged_index_together_all_get_a_good_one(tmp_path: Path, has_locks: bool) -> None:
+    write_shards(tmp_path / "shards", [20] * 6)
+    opened(tmp_path, tmp_path / "shards")
+    code = (
+        "import sys, fcntl; from unisono.datasets import TarShards\n"
+        f"{'' if has_locks else 'fcntl.flock = lambda *_: (_ for _ in ()).throw(OSError(37))'}\n"
+        f"for line in sys.stdin: print([int(x['cls']) for x in TarShards({str(tmp_path / 'shards')!r}, "
+        f"index_dir={str(tmp_path / 'index')!r})] == list(range(120)), flush=True)"
+    )
+    processes = [
+        subprocess.Popen([sys.executable, "-c", code], env=environment(), stdin=-1, stdout=-1, stderr=-1, text=True)
+        for _ in range(3)
+    ]
+    try:
+        for _ in range(12):
+            file = next((tmp_path / "index").glob("*/[0-9a-f]*/rows.npy"))
+            file.write_bytes(file.read_bytes()[:-5])
+            for process in processes:
+                assert process.stdin is not None
+                process.stdin.write("go\n")
+                process.stdin.flush()
+            for process in processes:
+                assert process.stdout is not None
+                assert process.stdout.readline() == "True\n"
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+def test_a_lock_ends_with_its_block_although_a_process_was_forked_meanwhile(tmp_path: Path) -> None:
+    with locked(tmp_path / "lock"):
+        child = os.fork()
+        if child == 0:  # pragma: no cover
+            time.sleep(60)
+            os._exit(0)
+    try:
+        started = time.monotonic()
+        with locked(tmp_path / "lock"):
+            assert time.monotonic() - started < 5
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_a_forked_process_can_read_while_a_thread_of_its_parent_connects(tmp_path: Path) -> None:
+    write_shards(tmp_path / "shards", [3])
+    data = opened(tmp_path, tmp_path / "shards")
+    with data._reader._lock:
+        child = os.fork()
+        if child == 0:  # pragma: no cover
+            signal.alarm(10)
+            os._exit(0 if data[2]["cls"] == b"2" else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_random_access_does_not_map_the_index_into_memory(tmp_path: Path) -> None:
+    write_shards(tmp_path / "shards", [200])
+    data = opened(tmp_path, tmp_path / "shards")
+    assert [data[number]["cls"] for number in (199, 0)] == [b"199", b"0"]
+    assert "rows.npy" not in Path("/proc/self/maps").read_text()
+    file = next((tmp_path / "index").rglob("rows.npy"))
+    os.truncate(file, 300)
+    with pytest.raises(UserError, match="was truncated while it was in use"):
+        data[150]
 
 
 def test_an_index_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Map-style datasets for large data: tar shards, Parquet and Arrow files, folders of files, Hugging Face datasets.
 
-Each is an index on disk, which is built once and memory-mapped, and reads one sample at a time. So the sample order,
+Each has an index on disk, which is built once, and reads one sample at a time. So the sample order,
 which is a pure function of seed and position, works as for any other dataset, and a run resumes at the exact sample.
 """
 

@@ -1,9 +1,12 @@
-"""The index of a dataset: for each of its files an array with one row per sample, joined and memory-mapped.
+"""The index of a dataset: for each of its files an array with one row per sample, joined in one file.
 
 An index is built once, by the first process that needs it, while the others wait for its lock. The arrays of finished
 files are stored at once, so a killed build continues. A complete index appears at once and never changes: its name
 contains the sizes and stamps of all files, so a file that changes leads to another index, which takes over the rows of
 the files that have not changed.
+
+A row is read from the file when it is needed. So the memory of a process does not grow with the index, and an index
+that was removed or truncated is an error instead of the SIGBUS that a memory map would cause.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from unisono.atomic_files import atomic_file, atomic_folder, write_atomically
+from unisono.atomic_files import atomic_file, atomic_folder, temporary_name, write_atomically
 from unisono.datasets.locks import locked
 from unisono.datasets.sources import Source
 from unisono.errors import UserError
@@ -49,19 +52,27 @@ class Kind:
 
 
 class Index:
-    """A memory-mapped index; small when pickled."""
+    """An index that is read row by row; small when pickled."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._load()
 
     def _load(self) -> None:
-        self.rows: Array = np.load(self.folder / _ROWS, mmap_mode="r", allow_pickle=False)
         counts: Array = np.load(self.folder / _COUNTS, allow_pickle=False)
         self.ends: Array = np.cumsum(counts)
         """The number of rows up to and including each file."""
-        if counts.ndim != 1 or self.rows.ndim != 2 or len(self) != len(self.rows) or (counts < 0).any():
+        rows: Any = self.rows
+        if counts.ndim != 1 or rows.ndim != 2 or len(self) != len(rows) or (counts < 0).any():
             raise ValueError("the arrays of the index do not fit each other")
+        self.dtype, self.columns, self._begin = rows.dtype, rows.shape[1], rows.offset
+        self._file = open_regular(self.folder / _ROWS)
+
+    @property
+    def rows(self) -> Array:
+        """All rows, memory-mapped: whoever reads many of them has them in memory."""
+        rows: Array = np.load(self.folder / _ROWS, mmap_mode="r", allow_pickle=False)
+        return rows
 
     def __len__(self) -> int:
         return int(self.ends[-1]) if len(self.ends) else 0
@@ -77,7 +88,11 @@ class Index:
         """Returns the number of the file to which a row belongs, and the row."""
         if not 0 <= index < len(self):
             raise IndexError(f"there is no sample {index}; the dataset has {len(self)} samples")
-        return int(np.searchsorted(self.ends, index, side="right")), self.rows[index]
+        width = self.dtype.itemsize * self.columns
+        data = os.pread(self._file.fileno(), width, self._begin + index * width)
+        if len(data) != width:
+            raise UserError(f"the index in {self.folder} was truncated while it was in use; start the run again")
+        return int(np.searchsorted(self.ends, index, side="right")), np.frombuffer(data, self.dtype)
 
     def of_file(self, number: int) -> Array:
         """The rows of a file."""
@@ -108,10 +123,8 @@ def open_index(folder: str | os.PathLike[str] | None, kind: Kind, sources: Seque
             return index
         family.mkdir(parents=True, exist_ok=True)
         with locked(family / ".lock"):
-            if (index := _opened(current, kind)) is None:
-                _build(family, current, kind, sources)
-                index = Index(current)
-            return index
+            index = _opened(current, kind)
+            return index if index is not None else _built(family, current, kind, sources)
     except OSError as error:
         name = f" ({error.filename})" if error.filename else ""
         raise UserError(
@@ -120,17 +133,25 @@ def open_index(folder: str | os.PathLike[str] | None, kind: Kind, sources: Seque
 
 
 def _opened(folder: Path, kind: Kind) -> Index | None:
-    """The index in a folder; None if there is none. A damaged one is removed."""
-    if not folder.is_dir():
-        return None
+    """The index in a folder; None if there is none, or if it is damaged."""
     try:
         index = Index(folder)
-        if index.rows.dtype != np.dtype(kind.dtype) or index.rows.shape[1] != kind.columns:
-            raise ValueError("other columns")
-        return index
-    except (ValueError, OSError):
-        shutil.rmtree(folder, ignore_errors=True)
+    except (ValueError, EOFError, OSError):
         return None
+    return index if index.dtype == np.dtype(kind.dtype) and index.columns == kind.columns else None
+
+
+def _built(family: Path, current: Path, kind: Kind, sources: Sequence[Source]) -> Index:
+    with suppress(OSError):  # a damaged index
+        shutil.rmtree(current.rename(temporary_name(current)), ignore_errors=True)
+    try:
+        _build(family, current, kind, sources)
+    except OSError:
+        # On a file system without locks, another process may have built the same index, and removed its parts.
+        if (index := _opened(current, kind)) is not None:
+            return index
+        raise
+    return Index(current)
 
 
 def _build(family: Path, current: Path, kind: Kind, sources: Sequence[Source]) -> None:

@@ -6,7 +6,7 @@ import fcntl
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _RETRY_S = 0.02
@@ -22,6 +22,9 @@ def locked(path: Path) -> Iterator[None]:
             time.sleep(_RETRY_S)  # and not a blocking call, which a signal could not end
         yield
     finally:
+        # A process that was forked meanwhile has the file open too, and would hold the lock as long as it lives.
+        with suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_UN)
         os.close(handle)
 
 

@@ -55,7 +55,8 @@ class RowGroups(Dataset[Any]):
         self._begin()
 
     def _begin(self) -> None:
-        self._ends: Array = np.cumsum(self._index.rows[:, 0])
+        self._sizes_of_groups: Array = np.array(self._index.rows[:, 0])
+        self._ends: Array = np.cumsum(self._sizes_of_groups)
         if not len(self):
             raise UserError(f"{self.files[0].name}: there are no rows in these files")
         self._groups: OrderedDict[int, Any] = OrderedDict()
@@ -77,8 +78,7 @@ class RowGroups(Dataset[Any]):
     @property
     def block_starts(self) -> Array:
         """The first row of each group: `--shuffle_window` reads the rows of a group together."""
-        sizes = self._index.rows[:, 0]
-        starts: Array = (self._ends - sizes)[sizes > 0]
+        starts: Array = (self._ends - self._sizes_of_groups)[self._sizes_of_groups > 0]
         return starts
 
     def _group(self, number: int) -> Any:
@@ -129,9 +129,8 @@ class RowGroups(Dataset[Any]):
         raise NotImplementedError
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            name: value for name, value in vars(self).items() if name not in ("_ends", "_groups", "_files", "_lock")
-        }
+        left_out = ("_ends", "_sizes_of_groups", "_groups", "_files", "_lock")
+        return {name: value for name, value in vars(self).items() if name not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -99,13 +100,14 @@ def _examined(url: str, system: Any) -> Source:
     return Source(url, int(info["size"]), stamp)
 
 
-@dataclass
+@dataclass(eq=False)
 class RangeReader:
     """Reads ranges of bytes. Keeps files open; can be pickled, and used by several threads."""
 
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
+        _readers.add(self)
         self._lock = threading.Lock()
         self._files: OrderedDict[str, FileIO] = OrderedDict()
         self._systems: dict[tuple[int, str], Any] = {}
@@ -158,6 +160,18 @@ class RangeReader:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.__post_init__()
+
+
+_readers: weakref.WeakSet[RangeReader] = weakref.WeakSet()
+
+
+def _renew_locks() -> None:
+    """Replaces locks in a forked process: a thread of the parent may hold them, and does not exist there."""
+    for reader in list(_readers):
+        reader._lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_locks)
 
 
 def read_exactly(file: FileIO, start: int, count: int) -> bytes:

@@ -86,14 +86,15 @@ class TarShards(Dataset[Any]):
 
     def _sample(self, shard: Source, start: int, length: int) -> dict[str, Any]:
         try:
-            return self._parsed(shard, start, length)
+            sample, data = self._parsed(shard, start, length)
         except UserError:
             if self._cache is None or not shard.is_remote:
                 raise
-        self._cache.forget(shard)
-        return self._parsed(shard, start, length)
+            self._cache.forget(shard)
+            sample, data = self._parsed(shard, start, length)
+        return {"__key__": sample.key, **self._contents(sample, data, shard)}
 
-    def _parsed(self, shard: Source, start: int, length: int) -> dict[str, Any]:
+    def _parsed(self, shard: Source, start: int, length: int) -> tuple[TarSample, memoryview]:
         data = memoryview(self._read(shard, start, length))
         try:
             found = list(samples(lambda at, count: bytes(data[at : at + count]), length, whole=False))
@@ -101,8 +102,7 @@ class TarShards(Dataset[Any]):
             raise UserError(f"{shard.name}: the sample at byte {start} cannot be read: {error}") from error
         if len(found) != 1 or (found[0].start, found[0].end) != (0, length):
             raise UserError(f"{shard.name} has changed: there is another sample at byte {start} than in the index")
-        [sample] = found
-        return {"__key__": sample.key, **self._contents(sample, data, shard)}
+        return found[0], data
 
     def _read(self, shard: Source, start: int, count: int) -> bytes:
         if self._cache is None or not shard.is_remote:
