@@ -40,6 +40,8 @@ NOT_RUN = {
     r"^make (setup|test|test-slow|lint|docs|bench|demo|faults|faults-quick|clean|package)\b": "minutes: `make`",
     r"^python benchmarks/": "minutes, or needs a GPU",
     r"^python release/|^make release-notes": "it writes into the repository: tests/test_release.py",
+    r"^unisono bench .*--rounds": "minutes: docs/bench.md has shorter ones",
+    r"^unisono seo .*--crawl": "network: it crawls a site; tests/test_seo_crawl.py serves one",
     r"^unisono examples copy": "the examples are there already: tests/test_release.py",
     r"^tensorboard\b": "serves until it is stopped",
     r"^unisono watch .*--web": "serves until it is stopped: tests/test_watch.py",

@@ -56,6 +56,7 @@ FREE: dict[str, dict[str, str]] = {
         "where samples are stored": "cache_dir",
         "where and how fast the teacher computes": "teacher_device_strategy compile_teacher attention",
         "the objective": "velocity_weight flow_weight trajectory_weight few_step_weight feature_weight",
+        "optimization": "score_learning_rate",
         "what is looked at": "sample_prompts num_previews",
     },
 }
