@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from unisono.cli.arguments import StoreOnce, TrainingParser
+from unisono.cli.job_files import public_variable, variable, whole_number, write_new
 from unisono.cluster.kubernetes import checks
 from unisono.cluster.kubernetes.job import KubernetesJob
 from unisono.cluster.kubernetes.manifests import Kind, manifests
@@ -20,9 +21,8 @@ from unisono.engine.checks import check_run
 from unisono.engine.recipe import Recipe
 from unisono.engine.start.registry import load_recipe
 from unisono.engine.start.run import configure
-from unisono.errors import EXIT_DONE, ConfigError, UserError
+from unisono.errors import EXIT_DONE, ConfigError
 from unisono.formatting import format_count
-from unisono.observe.redaction import is_secret_name, redacted_text
 from unisono.observe.stop_time import measured_seconds
 from unisono.settings import Settings
 
@@ -39,6 +39,7 @@ _LAUNCHER_DECIDES = {
     "rdzv_endpoint": "nodes",
 }
 _DEFAULT_MOUNT = "/data"
+_SECRETS = "put it into a Secret of the cluster and pass --secret NAME"
 
 
 def _parser() -> TrainingParser:
@@ -59,14 +60,14 @@ def _parser() -> TrainingParser:
         "folder, and must be ReadWriteMany for several nodes",
     )
     parser.add_argument("--kind", choices=get_args(Kind), default="jobset", help="what to write (default: jobset)")
-    add("--nodes", "N", "number of pods, one per machine (default: 1)", type=_whole_number)
+    add("--nodes", "N", "number of pods, one per machine (default: 1)", type=whole_number)
     add(
         "--min-nodes",
         "N",
         "train on as many pods as are available, from this number on (default: nodes)",
-        type=_whole_number,
+        type=whole_number,
     )
-    add("--gpus-per-node", "N", "GPUs per pod (default: 0, train on CPUs with --nproc ranks)", type=_whole_number)
+    add("--gpus-per-node", "N", "GPUs per pod (default: 0, train on CPUs with --nproc ranks)", type=whole_number)
     add("--cpus", "N", "CPU cores per pod")
     add("--memory", "M", "memory per pod, for instance 256Gi; it includes --shm")
     add("--shm", "M", "size of /dev/shm, which loader workers use (default: 8Gi)")
@@ -87,30 +88,24 @@ def _parser() -> TrainingParser:
         "--user",
         "UID",
         "user and group ID in the container, which owns the volumes (default: 1000)",
-        type=_whole_number,
+        type=whole_number,
     )
     add(
         "--grace-period",
         "S",
         "number of seconds that a pod has to save a checkpoint after SIGTERM (default: what --like needed, else 300)",
-        type=_whole_number,
+        type=whole_number,
     )
     add("--like", "RUN", "folder of a similar run, from whose longest step and save --grace-period follows", type=Path)
     add(
         "--pod-restarts",
         "N",
         "number of pods to replace after crashes; disruptions do not count (default: 3)",
-        type=_whole_number,
+        type=whole_number,
     )
     add("--output", "FILE", "file to write (default: stdout)")
     parser.add_argument("--force", action="store_true", help="overwrite an existing file")
     return parser
-
-
-def _whole_number(text: str) -> int:
-    if not (text.isascii() and text.isdecimal()):
-        raise argparse.ArgumentTypeError(f"expected a whole number, got {text!r}")
-    return int(text)
 
 
 def main(argv: list[str]) -> int:
@@ -130,7 +125,7 @@ def main(argv: list[str]) -> int:
     if options.output is None:
         print(text, end="")
     else:
-        _write(Path(options.output), text, overwrite=options.force)
+        write_new(Path(options.output), text, option="--output", overwrite=options.force)
     _explain(job, options.kind, options.output, ranks_per_node, batch.global_batch)
     return EXIT_DONE
 
@@ -149,14 +144,7 @@ def _check(kind: type[Recipe], resolved: Resolved, options: argparse.Namespace) 
     if not options.volume:
         raise ConfigError("volume: pass --volume CLAIM, a persistent volume claim for the run folder")
     for text in options.env:
-        name, equals, value = text.partition("=")
-        if not equals:
-            raise ConfigError(f"env: expected NAME=VALUE, got {text!r}")
-        if is_secret_name(name) or redacted_text(value) != value:
-            raise ConfigError(
-                f"env: {name} is a secret, which anybody who sees the manifest could read; put it into a Secret of the "
-                "cluster and pass --secret NAME"
-            )
+        public_variable(text, _SECRETS)
 
 
 def _job(options: argparse.Namespace, resolved: Resolved, recipe: str, training: list[str]) -> KubernetesJob:
@@ -195,7 +183,7 @@ def _job(options: argparse.Namespace, resolved: Resolved, recipe: str, training:
         tolerations=[checks.toleration("toleration", text) for text in options.toleration],
         secrets=options.secret,
         image_pull_secrets=options.image_pull_secret,
-        environ=dict(_variable(text) for text in options.env),
+        environ=dict(variable(text) for text in options.env),
         has_launcher=resolved.values["max_restarts"] > 0 or nodes > 1 or max(gpus, resolved.values["nproc"] or 1) > 1,
         **chosen,
     )
@@ -208,24 +196,9 @@ def _resource(text: str) -> tuple[str, int]:
     return name, int(count)
 
 
-def _variable(text: str) -> tuple[str, str]:
-    name, _, value = text.partition("=")
-    return name, value
-
-
 def _plain(name: str) -> str:
     """Replaces all characters that are not allowed in the name of an object."""
     return re.sub(r"[^a-z0-9-]+", "-", name.lower()).strip("-").lstrip("0123456789-") or "run"
-
-
-def _write(path: Path, text: str, *, overwrite: bool) -> None:
-    try:
-        with path.open("w" if overwrite else "x") as file:
-            file.write(text)
-    except FileExistsError:
-        raise UserError(f"{path} already exists; pass --force to overwrite it, or another --output") from None
-    except OSError as error:
-        raise UserError(f"{path} cannot be written ({error.strerror}); pass another --output") from None
 
 
 def _explain(job: KubernetesJob, kind: Kind, output: str | None, ranks_per_node: int, global_batch: int) -> None:

@@ -28,6 +28,7 @@ COMMANDS = {
     "doctor": "check that this machine can train, and say what to fix",
     "slurm": "write, submit and follow the batch script of a run under SLURM",
     "k8s": "write the manifests of a run on Kubernetes, for JobSet or Kubeflow Trainer",
+    "skypilot": "write a run as a task of SkyPilot, for spot machines of any cloud",
     "gpus": "list the GPUs, how busy they are, and which --gpus auto would use",
     "examples": "list the examples that come with unisono, and copy one to a folder of yours",
 }

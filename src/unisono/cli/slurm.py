@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.cli.arguments import StoreOnce, TrainingParser
+from unisono.cli.job_files import variable, whole_number, write_new
 from unisono.cluster.slurm.commands import submit
 from unisono.cluster.slurm.script import BatchJob, script
 from unisono.config.resolve import Resolved
@@ -20,7 +21,7 @@ from unisono.engine.checks import check_run
 from unisono.engine.recipe import Recipe
 from unisono.engine.start.registry import load_recipe
 from unisono.engine.start.run import configure
-from unisono.errors import EXIT_DONE, ConfigError, UserError
+from unisono.errors import EXIT_DONE, ConfigError
 from unisono.formatting import format_count
 from unisono.observe.stop_time import measured_seconds, seconds_to_stop
 from unisono.settings import Settings
@@ -50,16 +51,16 @@ def _parser() -> TrainingParser:
     def switch(flag: str, help: str) -> None:
         parser.add_argument(flag, action="store_true", help=help)
 
-    add("--nodes", "N", "number of machines (default: 1)", type=_whole_number)
+    add("--nodes", "N", "number of machines (default: 1)", type=whole_number)
     add("--gpus-per-node", "N", "GPUs per machine, N or type:N")
-    add("--ntasks-per-node", "N", "CPU ranks per machine, when training without GPUs", type=_whole_number)
+    add("--ntasks-per-node", "N", "CPU ranks per machine, when training without GPUs", type=whole_number)
     add(
         "--total-gpus",
         "N",
         "GPUs of all nodes together, if nodes have different numbers of GPUs; instead of --gpus-per-node",
-        type=_whole_number,
+        type=whole_number,
     )
-    add("--cpus-per-task", "N", "CPU cores per rank", type=_whole_number)
+    add("--cpus-per-task", "N", "CPU cores per rank", type=whole_number)
     add("--mem", "M", "memory per machine, for instance 64G")
     add("--time", "T", "time limit, for instance 24:00:00")
     add("--partition", "P", "SLURM partition")
@@ -80,7 +81,7 @@ def _parser() -> TrainingParser:
         "S",
         "number of seconds before the time limit at which the run saves and stops; 0: never (default: what the run "
         "in --output_dir or --like needed for its longest step and save, otherwise 120)",
-        type=_whole_number,
+        type=whole_number,
     )
     add("--like", "RUN", "folder of a similar run, from whose saves --signal-before follows", type=Path)
     switch("--no-requeue", "at the time limit, end with exit code 75 instead of requeueing the job")
@@ -93,12 +94,6 @@ def _parser() -> TrainingParser:
         "after --submit, show the job's state and the run's progress until the job ends; Ctrl-C does not stop the job",
     )
     return parser
-
-
-def _whole_number(text: str) -> int:
-    if not (text.isascii() and text.isdecimal()):
-        raise argparse.ArgumentTypeError(f"expected a whole number, got {text!r}")
-    return int(text)
 
 
 def main(argv: list[str]) -> int:
@@ -121,7 +116,7 @@ def main(argv: list[str]) -> int:
         print(text, end="")
         return EXIT_DONE
     path = Path(options.output_script or f"{_plain(recipe.rpartition(':')[2] or recipe)}.sbatch")
-    _write(path, text, overwrite=options.force)
+    write_new(path, text, option="--output-script", overwrite=options.force)
     _explain(job, path, batch.global_batch)
     if not options.submit:
         print(f"Submit it with: sbatch {path}")
@@ -170,7 +165,7 @@ def _job(options: argparse.Namespace, resolved: Resolved, recipe: str, training:
         python=sys.executable,
         train=(*training, *output_flag),
         modules=options.module,
-        environ=dict(_variable(text) for text in options.env),
+        environ=dict(variable(text) for text in options.env),
         requeue=not options.no_requeue,
         max_restarts=resolved.values["max_restarts"],
         **resources,
@@ -191,26 +186,9 @@ def _measured_lead(like: Path | None, resolved: Resolved) -> int | None:
     return seconds_to_stop(Path(output)) if output else None
 
 
-def _variable(text: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise ConfigError(f"env: expected NAME=VALUE, got {text!r}")
-    return name, value
-
-
 def _plain(name: str) -> str:
     """Replaces all characters that are not allowed in the name of a file or job."""
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", name).lstrip("-.") or "run"
-
-
-def _write(path: Path, text: str, *, overwrite: bool) -> None:
-    try:
-        with path.open("w" if overwrite else "x") as file:
-            file.write(text)
-    except FileExistsError:
-        raise UserError(f"{path} already exists; pass --force to overwrite it, or another --output-script") from None
-    except OSError as error:
-        raise UserError(f"{path} cannot be written ({error.strerror}); pass another --output-script") from None
 
 
 def _explain(job: BatchJob, path: Path, global_batch: int) -> None:
