@@ -891,7 +891,7 @@ def test_every_field_of_the_original_module_exists_with_its_default() -> None:
         ({"memory_efficient_find_unused_parameters": True}, "PyTorch has no such option"),
         ({"num_gpus": -1}, "num_gpus: expected a whole number"),
         ({"num_gpus": 2, "gpu_ids": [0]}, "contradicts"),
-        ({"gpu_ids": [0, 0]}, "gpu_ids: expected different"),
+        ({"gpu_ids": [0, 0]}, "gpu_ids: expected distinct"),
         ({"rank": 2, "world_size": 2}, "rank 2 needs a larger world_size than 2"),
         ({"batch_size": 0}, "batch_size: expected"),
         ({"master_port": "http"}, "master_port"),

@@ -58,15 +58,18 @@ def test_unusable_settings_are_rejected_by_name(name: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"task": "score", "method": "cross"}, "method only affects task rank, but this run is task score"),
+        ({"task": "score", "method": "cross"}, "method only applies to task rank, but this run uses task score"),
         (
             {"task": "snippet", "num_negatives": 2},
-            "num_negatives only affects task rank, but this run is task sn",
+            "num_negatives only applies to task rank, but this run uses task sn",
         ),
-        ({"rerank": 9}, "rerank only affects task rank, method cross, but this run is task rank, method bi"),
-        ({"method": "cross", "pooling": "cls"}, "pooling only affects task rank, method bi"),
-        ({"label": "class"}, "label only affects task score"),
-        ({"task": "score", "target_length": 9}, "target_length only affects task snippet"),
+        (
+            {"rerank": 9},
+            "rerank only applies to task rank with method cross, but this run uses task rank with method bi",
+        ),
+        ({"method": "cross", "pooling": "cls"}, "pooling only applies to task rank with method bi"),
+        ({"label": "class"}, "label only applies to task score"),
+        ({"task": "score", "target_length": 9}, "target_length only applies to task snippet"),
     ],
 )
 def test_a_setting_of_another_task_is_refused(settings: dict[str, Any], told: str) -> None:

@@ -534,7 +534,10 @@ def test_text_pairs_are_joined_like_the_tokenizer_joins_them(pairs: Path, tmp_pa
         (["--data_path", "pairs.jsonl", "--model_name", "tiny", "--num_eval", "400"], "num_eval 400"),
         (["--data_path", "pairs.jsonl", "--scale", "0"], "scale: expected at least"),
         (["--data_path", "pairs.jsonl", "--strategy", "dp"], "strategy dp"),
-        (["--data_path", "pairs.jsonl", "--model_name", "tiny", "--hard_candidates"], "hard_candidates only affects"),
+        (
+            ["--data_path", "pairs.jsonl", "--model_name", "tiny", "--hard_candidates"],
+            "hard_candidates only applies to",
+        ),
         (["--data_path", "pairs.jsonl", "--task", "guess"], "task"),
         (["--data_path", "pairs.jsonl", "--rerank", "101"], "rerank: expected at most 100"),
     ],

@@ -140,7 +140,7 @@ class MultiGPUConfig(ConfigClass):
     def _check_ids(self, ids: list[int]) -> None:
         if not ids or len(set(ids)) < len(ids) or not all(isinstance(each, int) and each >= 0 for each in ids):
             raise ConfigError(
-                f"gpu_ids: expected different numbers such as [0, 2], got {ids}; for the CPU, set num_gpus=0"
+                f"gpu_ids: expected distinct GPU indices such as [0, 2], got {ids}; to train on the CPU, set num_gpus=0"
             )
         if self.num_gpus not in (None, len(ids)):
             raise ConfigError(f"num_gpus {self.num_gpus} contradicts the {len(ids)} gpu_ids {ids}; remove one of them")

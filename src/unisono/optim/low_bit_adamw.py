@@ -3,9 +3,9 @@
 A moment is stored in blocks of neighbouring elements of a row. Each block has a scale, which is the largest magnitude
 in the block, and each element has a code, which is the index of the nearest value in a fixed table. Blocks never cross
 a row, and shards consist of whole rows, so the result does not depend on the number of ranks. (torchao's optimizers
-form blocks within each shard, so their results do.) The moments of small weights and of weights with a single dimension
-stay in 32 bits, as in the publications (Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2022; Li et al.,
-Memory Efficient Optimizers with 4-bit States, 2023).
+form blocks within each shard, so their results change with the number of ranks.) The moments of small weights and of
+one-dimensional weights stay in 32 bits, as in the publications (Dettmers et al., 8-bit Optimizers via Block-wise
+Quantization, 2022; Li et al., Memory Efficient Optimizers with 4-bit States, 2023).
 """
 
 from __future__ import annotations

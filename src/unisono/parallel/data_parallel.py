@@ -25,7 +25,7 @@ class DataParallel(Strategy):
         return wrapper
 
     def train(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        """Runs call(model, *arguments) on each GPU with its part of the batch; returns sums over the GPUs by name."""
+        """Runs call(model, *arguments) on each GPU with its part of the batch; returns the sums of its results."""
         gathered = self._replicated(_rows, call, *arguments)
         return {name: rows.sum(0) for name, rows in gathered.items()}
 

@@ -101,7 +101,7 @@ def reduce_products(
 
 
 def without_numbers(names: Iterable[str]) -> list[str]:
-    """The names of layers without the numbers of their blocks, each once."""
+    """Replaces the block numbers in layer names by *, and removes duplicates: blocks.0.fc becomes blocks.*.fc."""
     return list(dict.fromkeys(re.sub(r"(^|\.)\d+(?=\.)", r"\1*", name) for name in names))
 
 

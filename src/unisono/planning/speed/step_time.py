@@ -19,7 +19,7 @@ _HIDDEN = 0.9  # part of a computation behind which communication can hide
 
 @dataclass(frozen=True)
 class Traffic:
-    """What ranks exchange in a step, in seconds per collective without computation beside it."""
+    """Communication time of a step in seconds, before any overlap with computation."""
 
     per_micro_batch: float = 0.0  # gathers and reductions that each micro-batch repeats
     per_step: float = 0.0  # reductions after the last micro-batch's backward pass, which they overlap with

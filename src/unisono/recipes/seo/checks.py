@@ -20,7 +20,7 @@ def check_kind(config: Config) -> None:
     for name, kinds in FOR.items():
         if config.kind not in kinds and getattr(config, name) != getattr(Config, name):
             kind = kinds[0] if len(kinds) == 1 else "task rank"
-            raise ConfigError(f"{name} only affects {kind}, but this run is {config.kind}; do not set it")
+            raise ConfigError(f"{name} only applies to {kind}, but this run uses {config.kind}; remove it")
 
 
 def check_config(config: Config) -> None:

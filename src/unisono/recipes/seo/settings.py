@@ -10,7 +10,7 @@ from unisono.engine.recipe import Recipe
 ALIASES = {"lr": "learning_rate", "epochs": "num_epochs", "model": "model_name", "max_seq_length": "max_length"}
 """Flag names common in other training scripts."""
 
-_BI, _CROSS, _SCORE, _SNIPPET = "task rank, method bi", "task rank, method cross", "task score", "task snippet"
+_BI, _CROSS, _SCORE, _SNIPPET = "task rank with method bi", "task rank with method cross", "task score", "task snippet"
 FOR = {
     **dict.fromkeys(("pooling", "scale", "both_ways", "padding"), (_BI,)),
     **dict.fromkeys(("rerank", "cross_loss"), (_CROSS,)),
@@ -87,4 +87,4 @@ class Config(Recipe.Config):
     @property
     def kind(self) -> str:
         """The task and, for rank, the method."""
-        return f"task rank, method {self.method}" if self.task == "rank" else f"task {self.task}"
+        return f"task rank with method {self.method}" if self.task == "rank" else f"task {self.task}"

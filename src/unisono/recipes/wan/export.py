@@ -65,7 +65,7 @@ def write_pipeline(
     whether the transformers are those of an image-to-video model.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder} is not an empty folder, and nothing is overwritten; choose another")
+        raise UserError(f"{folder} is not an empty folder, and an export never overwrites files; choose another folder")
     trained = {"transformer": transformer, "transformer_2": transformer_2}
     models = {name: model for name, model in trained.items() if model is not None}
     if not models:

@@ -238,7 +238,10 @@ class _Shrink:
 
 
 class _Sound:
-    """The sound of a file, mixed to one channel, clip by clip. Gaps and the time after its end are silent."""
+    """Reads the audio track of a file clip by clip, mixed down to mono.
+
+    Gaps in the track and the time after its end are filled with silence.
+    """
 
     def __init__(self, path: Path, rate: int) -> None:
         self.was_decoded, self.ended = False, False

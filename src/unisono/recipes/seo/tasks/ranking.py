@@ -121,7 +121,7 @@ class RankingTask(Task):
             work.meet()
             return read_debian(self.cache, hard=self.config.hard_candidates)
         if self.config.hard_candidates:
-            raise ConfigError("hard_candidates only affects data_path debian; do not set it")
+            raise ConfigError("hard_candidates only applies to data_path debian; remove it")
         return read_ranking(path, split, remark=remarks.append, leave_out_bad=self.config.leave_out_bad)
 
     def _sides(self, data: Ranking, other: Ranking | None, remarks: list[str]) -> dict[str, Matching]:

@@ -164,8 +164,8 @@ class FolderEncoders(Encoders):
             parts = "image encoder and image processor" if of_image else "VAE, text encoder and tokenizer"
             model = "an image-to-video model" if of_image else "a Wan model"
             raise ConfigError(
-                f"{self._folder.path} has no {name}; pass --parts_path FOLDER, {model} in diffusers' layout, for "
-                f"{parts}"
+                f"{self._folder.path} has no {name}; pass --parts_path FOLDER, where FOLDER is {model} in diffusers' "
+                f"layout that contains the {parts}"
             )
         return folder
 

@@ -131,7 +131,7 @@ def draw(plan: Plan, num_frames: int, size: int) -> Tensor:
 
 
 def labels(plans: list[Plan]) -> tuple[Tensor, Tensor]:
-    """The indices of the colours, and of the shapes, [items] each."""
+    """Returns the colour index and the shape index of each plan, as two tensors of shape [plans]."""
     colours = torch.tensor([list(COLOURS).index(plan.colour) for plan in plans])
     return colours, torch.tensor([SHAPES.index(plan.shape) for plan in plans])
 

@@ -71,7 +71,8 @@ class MatchingLoss:
             gradient = data_from(noisy, score, sigma) - target
             size = (sample - target).abs().flatten(1).mean(1).clamp(min=_SMALLEST)
             gradient = gradient / size.view(-1, *[1] * (gradient.dim() - 1))
-        # Blocks that recompute their activations in the backward pass do so with the adapters that are active then.
+        # Activates the student's adapters again: blocks that recompute their activations in the backward pass use the
+        # adapters that are active at that point.
         self.roles.student(model)
         # The gradient of half the squared distance to the fixed point (data − g) is g.
         total = (data - (sample - gradient)).square().flatten(1).mean(1).sum() / 2

@@ -175,7 +175,8 @@ class Dmd2:
         losses, text = self._loss, batch["text"]
         of_group = losses.of_score if self._recipe.group == SCORE else losses.of_student
         step = losses.steps.exit_at(self.setup.seed, self._recipe.clock.step)
-        # The latents have torch's default dtype. The text may have fewer bits (text_dtype).
+        # The latents will have torch's default dtype, like this empty tensor. The text embeddings are cast to match,
+        # because they may be stored in lower precision (text_dtype).
         dtype = self._recipe.compute_dtype(model, torch.empty(0, device=text.device))
         return of_group(model, text.to(dtype), noise, step)
 
