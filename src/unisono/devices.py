@@ -102,14 +102,14 @@ def apply_mask(mask: str | None, gpus: Sequence[Gpu]) -> list[Gpu]:
         if entry.startswith("MIG-"):
             visible.append(_mig_slice(entry, position))
             continue
-        matches = [gpu for gpu in gpus if _names(entry, gpu)]
+        matches = [gpu for gpu in gpus if _matches(entry, gpu)]
         if len(matches) != 1 or matches[0] in visible:
             break
         visible.append(matches[0])
     return visible
 
 
-def _names(entry: str, gpu: Gpu) -> bool:
+def _matches(entry: str, gpu: Gpu) -> bool:
     if entry.isdecimal():
         return int(entry) == gpu.index
     return entry.startswith("GPU-") and gpu.uuid.lower().startswith(entry.lower())
@@ -226,8 +226,8 @@ def choose(
     ids = _ids(request) if count is None and request not in ("all", "auto") else None
     if not gpus and ids is not None:
         raise UserError(
-            f"GPU {ids[0]} does not exist: there is no CUDA device here, or CUDA_VISIBLE_DEVICES hides all; "
-            "--gpus 0 trains on the CPU"
+            f"GPU {ids[0]} does not exist: there is no CUDA device here, or CUDA_VISIBLE_DEVICES hides all of them; "
+            "pass --gpus 0 to train on the CPU"
         )
     if not gpus:
         # Some wrapper scripts always pass 1, so the message does not quote a flag that the user may not have typed.

@@ -1,4 +1,4 @@
-"""Injects faults into the ranks of a run. Users test the recovery of their setup with it, and unisono its own.
+"""Injects faults into the ranks of a run, to test how the user's setup, or unisono itself, recovers from them.
 
 `--inject "kill@rank1:step7"` kills rank 1 while it computes step 7. Separate several faults by commas; each has the
 form

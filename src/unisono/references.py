@@ -15,7 +15,7 @@ from unisono.errors import RecipeError, UserError
 
 
 def load_object(reference: str, kind: str = "recipe") -> Any:
-    """Loads a function or class from `file.py:name` or `package.module:name`. `kind` is what messages call its file."""
+    """Loads a function or class from `file.py:name` or `package.module:name`. Error messages call the file a `kind` file."""
     source, _, name = reference.rpartition(":")
     loaded = getattr(load_module(source, kind), name, None)
     if loaded is None:
@@ -63,7 +63,7 @@ def _module_from_name(name: str) -> ModuleType:
 
 
 def _in_one_line(error: BaseException, file: Path | None) -> str:
-    """The error in one line, with the line number in the user's file."""
+    """Formats the error as one line, with the line number in the user's file."""
     if isinstance(error, SyntaxError):
         return f"line {error.lineno}: {error.msg}"
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]

@@ -27,7 +27,7 @@ class RunSettings:
     seed: int = 0
     """Random seed of the initial weights, the sample order and all noise. It cannot change within a run."""
     resume: str = "auto"
-    """Checkpoint to resume from. auto: the newest valid one in output_dir, if any; never: refuse a folder that has checkpoints; or the path of a checkpoint or of another run."""
+    """Checkpoint to resume from. auto: the newest valid checkpoint in output_dir, if there is one; never: start a new run and refuse an output_dir that has checkpoints; or the path of a checkpoint or of another run's folder."""
     deterministic: bool = False
     """Use deterministic kernels and a fixed gradient bucket layout, so that a repeated or resumed run is bitwise identical (slower)."""
     inject: str | None = None
@@ -41,7 +41,7 @@ class LaunchSettings:
     """Devices and launching"""
 
     gpus: str = "auto"
-    """GPUs to use: all; auto (every GPU that is free according to NVML); a count N (the N with most free memory); or ids such as 0,2 (a single id: 3,). 0 trains on the CPU."""
+    """GPUs to use. all: every visible GPU; auto: every GPU that is free according to NVML; a number N: the N GPUs with the most free memory; or GPU ids such as 0,2 (a single id needs a comma: 3,). 0 trains on the CPU."""
     nproc: int | None = None
     """Number of CPU ranks to start. If gpus is set as well: number of ranks on those GPUs (ranks share a GPU if there are more ranks than GPUs)."""
     max_ranks_per_core: int = 8
@@ -57,9 +57,9 @@ class LaunchSettings:
     rdzv_endpoint: str | None = None
     """Address host:port of the rendezvous on machine 0, if nnodes is more than 1. Default on one machine: a free local port."""
     join_timeout: float = 900.0
-    """Seconds that a machine waits for the others if nnodes is more than 1, at the start and after it lost its connection. 0: no limit."""
+    """Seconds that a machine waits for the other machines if nnodes is more than 1, at startup and after losing its connection to them. 0: no limit."""
     max_restarts: int = 3
-    """Maximum number of times that the launcher restarts all ranks from the last checkpoint after a rank died. 0: the run ends when a rank dies."""
+    """Maximum number of times that the launcher restarts all ranks from the last checkpoint after a rank dies. 0: the run ends when a rank dies."""
     hang_timeout: float = 600.0
     """Seconds that a step or an evaluation batch may take before the launcher reports the hanging rank with its stack and restarts all ranks. Raise it if single steps take longer. 0: no limit."""
     start_timeout: float = 1800.0
@@ -73,19 +73,19 @@ class ParallelSettings:
     strategy: Literal["auto", "single", "dp", "ddp", "fsdp", "hsdp"] = "auto"
     """Parallel strategy. auto: single on one device, ddp if everything fits on each device, fsdp otherwise. hsdp: fsdp within each machine (see shard_size)."""
     find_unused_parameters: bool = False
-    """Allow trained parameters that the loss does not use, which unisono rejects by default. ddp searches for them in every step, which is slower."""
+    """Allow trainable parameters that the loss does not use. By default, they are an error. ddp then searches for unused parameters in every step, which is slower."""
     static_graph: bool = False
     """ddp: assume that every step uses the same parameters in the same order, which lets ddp optimize communication. It disables guarded steps (see guard_steps)."""
     gradient_as_bucket_view: bool = True
     """ddp: store gradients inside the communication buckets (saves one copy of the gradients)."""
     bucket_cap_mb: float = 25.0
-    """ddp: size of a communication bucket in MB. Smaller buckets overlap earlier with backward; larger ones need fewer messages."""
+    """ddp: size of a communication bucket in MB. With smaller buckets, communication overlaps with backward earlier; larger buckets need fewer messages."""
     broadcast_buffers: bool = True
     """ddp: broadcast buffers (batch norm statistics) from rank 0 before each step."""
     sync_batch_norm: bool = False
     """Compute batch norm statistics over the micro-batches of all ranks instead of each rank's own. Needs GPUs."""
     shard_size: int | Literal["auto", "node", "all"] = "auto"
-    """fsdp: number of consecutive ranks over which one copy of the weights is sharded; every further group of ranks has its own copy (HSDP). A smaller number needs more memory per rank and less communication between machines. node: the ranks of one machine; all: a single copy over all ranks; auto: node if there are several machines and one machine has room for a copy, otherwise all."""
+    """fsdp: number of consecutive ranks over which one copy of the weights is sharded; each further group of this size holds another copy (HSDP). A smaller number needs more memory per rank and less communication between machines. node: the ranks of one machine; all: a single copy over all ranks; auto: node if there are several machines and one machine has room for a copy, otherwise all."""
     fsdp_cpu_offload: bool = False
     """fsdp: keep shards, gradients and optimizer state in host memory, for a model that does not fit on the GPUs (slower)."""
     context_parallel: int = 1
@@ -103,7 +103,7 @@ class BatchSettings:
     """Batch"""
 
     batch_size: int = 8
-    """Samples per GPU and micro-batch. The effective batch is batch_size × GPUs × gradient_accumulation_steps; GPUs that process a sample together (context_parallel) count as one."""
+    """Number of samples per micro-batch on each GPU. The effective batch is batch_size × GPUs × gradient_accumulation_steps; GPUs that process a sample together (context_parallel) count as one."""
     global_batch_size: int | None = None
     """Samples per optimizer step across all GPUs. Set it to make a run independent of the number of GPUs: gradient accumulation follows from it."""
     gradient_accumulation_steps: int | None = None
@@ -119,9 +119,9 @@ class MemorySettings:
     """GPU memory"""
 
     fit: Literal["no", "auto", "exact"] = "no"
-    """Choose settings with which the run is predicted to fit into GPU memory, in the order that costs least speed (see docs/small_cards.md). Settings that you pass do not change. auto may store frozen weights in 8 or 4 bits and use an 8-bit optimizer, which changes the result; exact never does. no: change nothing."""
+    """Change settings until the run is predicted to fit into GPU memory, at the lowest cost in speed (see docs/small_cards.md). Settings that you pass stay as they are. auto may store frozen weights in 8 or 4 bits and use an 8-bit optimizer, which changes the result; exact never does. no: change nothing."""
     gpu_memory_gb: float | None = None
-    """Use at most this much memory of each GPU, in GiB, as if the card were sold with it. With fit and --print_config: the card to choose settings for; no GPU is needed."""
+    """Use at most this much memory of each GPU, in GiB, as if the GPU had no more. With fit and --print_config: memory of the GPU for which to choose settings; this works without a GPU."""
 
 
 @dataclass(frozen=True)
@@ -133,9 +133,9 @@ class PrecisionSettings:
     quantize: Literal["no", "fp8", "int8"] = "no"
     """Round the operands of the matrix products of trained linear layers in repeated blocks to fp8 or int8; weights stay 32-bit parameters. Covers the forward pass and the gradients of inputs; see quantize_weight_gradient and docs/quantized_training.md."""
     quantize_weight_gradient: bool = False
-    """With quantize or mixed_precision fp8: also round the operands of the weights' gradients. This is faster, but the result then depends on the size of the micro-batches, and so on the number of ranks."""
+    """With quantize or mixed_precision fp8: also round the operands of the weights' gradients. This is faster, but the result then depends on the size of the micro-batches, and therefore on the number of ranks."""
     quantize_min_size: int = 512
-    """With quantize, sparsity or mixed_precision fp8: leave linear layers with fewer inputs or outputs in 16 bit, because preparing their operands takes longer than it saves."""
+    """With quantize, sparsity or mixed_precision fp8: leave linear layers with fewer inputs or outputs than this in 16-bit precision, because quantising their operands takes longer than it saves."""
     dtype: Literal["float32", "float64"] = "float32"
     """Data type of weights, gradients and optimizer state. float64 is meant for verification."""
     base_precision: Literal["auto", "bf16", "fp8", "int8", "nf4"] = "auto"
@@ -151,7 +151,7 @@ class PrecisionSettings:
     activation_checkpointing: bool | Literal["selective"] = False
     """Recompute each repeated block in backward instead of storing its activations. This saves memory and takes about a third more computation. selective: also store the results of attention and of every second matrix product, which are expensive to recompute."""
     activation_memory_gb: float | None = None
-    """Memory per GPU, in GiB, for the activations that all repeated blocks together store for backward. A trial before step 1 measures the blocks, and each block then recomputes as little as this allows: nothing, what is cheap, or everything. Instead of activation_checkpointing."""
+    """Memory per GPU, in GiB, for the activations that all repeated blocks together store for backward. A trial before step 1 measures the blocks, and each block then recomputes as little as this allows: nothing, what is cheap, or everything. Use it instead of activation_checkpointing."""
     recompute_every: int = 1
     """With activation_checkpointing: recompute only every n-th block. The others store their activations, which is faster and needs more memory."""
 
@@ -168,9 +168,9 @@ class OptimSettings:
     """Optimizer and schedule"""
 
     optimizer: str = "adamw"
-    """Optimizer: adamw, adam, sgd, or the name of another torch.optim class (except lbfgs and sparseadam). The optimizer state of adamw8bit and adamw4bit takes a quarter and an eighth of adamw's memory, that of adafactor almost none. muon trains the matrices of repeated blocks, adamw all other weights. prodigy finds its own learning rate. schedule_free_adamw needs no schedule. A recipe's optimizer() takes precedence."""
+    """Optimizer: adamw, adam, sgd, or the name of another torch.optim class (except lbfgs and sparseadam). The optimizer state of adamw8bit and adamw4bit takes a quarter and an eighth of the memory of adamw's state; adafactor's state takes almost none. muon trains the matrices of repeated blocks, adamw all other weights. prodigy estimates its own learning rate. schedule_free_adamw needs no schedule. A recipe's optimizer() takes precedence."""
     learning_rate: float = 1e-3
-    """Peak learning rate, after the warm-up and before the decay. With prodigy: factor by which its own estimate is multiplied (default: 1)."""
+    """Peak learning rate, after the warm-up and before the decay. With prodigy: factor applied to the learning rate that prodigy estimates (default: 1)."""
     weight_decay: float = 0.01
     """Weight decay: decoupled for adamw, an L2 penalty for other optimizers."""
     beta1: float = 0.9
@@ -190,7 +190,7 @@ class OptimSettings:
     wsd_decay_ratio: float = 0.1
     """Fraction of the run, at its end, over which the schedule wsd decays the learning rate."""
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
-    """Scale the learning rate with the effective batch: linear multiplies it by effective batch / lr_scaling_batch, sqrt by the square root of that."""
+    """Scale the learning rate with the effective batch: linear multiplies it by the ratio effective batch / lr_scaling_batch, sqrt by the square root of this ratio."""
     lr_scaling_batch: int = 256
     """Effective batch, in samples, at which lr_scaling leaves learning_rate unchanged."""
     max_skipped_steps: int = 10
@@ -219,7 +219,7 @@ class DataSettings:
     shuffle: bool = True
     """Read the dataset in a new random order in every epoch. Otherwise every epoch reads it in index order."""
     shuffle_window: int = 0
-    """Shuffle within windows of this many samples, each of which touches only a few of the dataset's blocks (the shards of a tar dataset, see docs/data.md). Blocks have another order in every epoch. Use it if samples lie in large or remote files; a window takes no memory, so let it contain several blocks. It cannot change within a run. 0: shuffle the whole dataset."""
+    """Shuffle within windows of this many samples, each of which touches only a few of the dataset's blocks (the shards of a tar dataset, see docs/data.md). The order of the blocks changes in every epoch. Use it if samples are stored in large or remote files; a window takes no memory, so choose one that spans several blocks. It cannot change within a run. 0: shuffle the whole dataset."""
     max_bad_samples: int = 0
     """Number of unreadable samples that a run skips before it ends with an error. A sample counts as unreadable if reading it fails twice."""
 
@@ -243,7 +243,7 @@ class EvalSettings:
     eval_first: bool = False
     """Evaluate once before the first step (step 0), so that the report can show what training changed."""
     eval_batch_size: int | None = None
-    """Samples per GPU and evaluation batch (default: batch_size)."""
+    """Number of samples per evaluation batch on each GPU (default: batch_size)."""
     best_metric: str | None = None
     """Evaluation metric that selects the best checkpoint, for instance eval/loss. The best checkpoint is never deleted."""
     best_mode: Literal["min", "max"] = "min"
@@ -275,11 +275,11 @@ class ObserveSettings:
     peak_tflops: float | None = None
     """Peak rate of one device in TFLOP/s, from which unisono computes the model FLOPs utilization (`mfu`). Default: the data sheet's rate of dense matrix products in the precision of the run. `mfu` is not logged on GPUs whose rate is unknown."""
     profile: str | None = None
-    """Profile some steps on every rank, as steps=5[,memory][,start=N]: steps is their number, memory also records memory over time, and start is the first one (default: after a few steps of each start). Writes traces, tables of operators and waits, and pictures to profile/ in the run folder (see docs/profile.md). It does not change the result."""
+    """Profile some steps on every rank. The value has the form steps=5[,memory][,start=N]: steps is the number of steps to profile, memory also records memory use over time, and start is the first profiled step (default: a few steps after the run starts or resumes). Writes traces, tables of operators and waits, and pictures to profile/ in the run folder (see docs/profile.md). It does not change the result."""
     tensorboard: bool = True
     """Write TensorBoard files to tb/ in the run folder."""
     track: str | None = None
-    """Trackers that receive metrics, previews, settings and events, separated by commas: wandb, mlflow, tensorboard, or your own as my_file.py:MyTracker (see docs/tracking.md). Each runs in its own process and cannot slow down training. none: no tracker."""
+    """Comma-separated list of trackers that receive metrics, previews, settings and events: wandb, mlflow, tensorboard, or your own tracker as my_file.py:MyTracker (see docs/tracking.md). Each runs in its own process and cannot slow down training. none: no tracker."""
     track_project: str | None = None
     """Project in W&B and experiment in MLflow. Default: WANDB_PROJECT and MLFLOW_EXPERIMENT_NAME if they are set, otherwise the name of the recipe."""
     track_offline: bool = False

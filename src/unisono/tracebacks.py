@@ -169,7 +169,7 @@ def _owner_of_entry(entry: TracebackType) -> Owner:
 
 
 def _chain(exception: traceback.TracebackException) -> Iterator[traceback.TracebackException]:
-    """Yields the exception, its cause or context, the cause of that, and so on."""
+    """Yields the exception and the chain of its causes or contexts."""
     current: traceback.TracebackException | None = exception
     while current is not None:
         yield current

@@ -17,12 +17,13 @@ if TYPE_CHECKING:
 
 _DESCRIPTION = """Measure the speed of a recipe on several numbers of GPUs or CPU ranks.
 
-For each number of ranks: throughput, step time with its spread, scaling efficiency, utilization (MFU), the shares of
-communication and of waiting for data, peak memory, and the overhead of unisono compared with a hand-written PyTorch
-loop, which takes turns with it in the same processes and must have the same losses.
+For each number of ranks, the table shows throughput, step time with its spread, scaling efficiency, utilization (MFU),
+the fractions of time spent on communication and on waiting for data, peak memory, and the overhead of unisono compared
+with a hand-written PyTorch loop. Both loops run alternately in the same processes and must produce the same losses.
 
-Nothing is trained in your run folders, and no checkpoint is saved. The table is printed; --output_dir (default:
-runs/bench-<recipe>-<time>, always a new folder) gets it as bench.md, with bench.json and a plot, bench.svg.
+The benchmark does not touch your run folders and saves no checkpoint. It prints the table and writes bench.md (the
+same table), bench.json and a plot, bench.svg, to --output_dir (default: runs/bench-<recipe>-<time>, always a new
+folder).
 
 Every other setting of `unisono train` is also a flag here.
 
@@ -36,15 +37,15 @@ def _parser() -> TrainingParser:
         ("nproc", "N,N,...", "numbers of CPU ranks to measure, each with the same number of threads"),
         ("steps", "N", "timed steps per round (default: 10)"),
         ("warmup", "N", "steps before the first round, not timed (default: 10)"),
-        ("rounds", "N", "rounds, in each of which both loops train --steps steps; more narrow the spread (default: 8)"),
+        ("rounds", "N", "rounds of --steps steps with each loop; more rounds narrow the spread (default: 8)"),
     ):
         parser.add_argument(f"--{name}", metavar=metavar, action=StoreOnce, help=text)
     parser.add_argument(
         "--scaling",
         choices=["weak", "strong"],
         default="weak",
-        help="weak: each rank keeps its batch, and the global batch grows; strong: the global batch of the smallest "
-        "number of ranks stays the same (default: weak)",
+        help="weak: the batch per rank stays the same, and the global batch grows; strong: every number of ranks trains "
+        "with the global batch of the smallest number (default: weak)",
     )
     parser.add_argument(
         "--overhead",

@@ -83,7 +83,7 @@ def _options(argv: list[str]) -> argparse.Namespace:
         "--lowest_score",
         type=float,
         metavar="SCORE",
-        help="skip moments that score below this, from 0 to 1; 0 skips none (default: a tenth of the video's best "
+        help="skip moments with a score below this (0 to 1; 0 skips none; default: a tenth of the video's best "
         "score, or, if higher, others + (highlights - others) / 4, where highlights and others are the mean scores of "
         "highlights and of other clips in the run's evaluation)",
     )

@@ -1,4 +1,4 @@
-"""`unisono doctor`: checks that this machine can train, and says what to do about each problem.
+"""`unisono doctor`: checks that this machine can train, and tells the user what to do about each problem.
 
 `inspect_machine` collects all facts once in a `Machine`, and each check is a small pure function of these facts. After
 that, real processes run an all-reduce over gloo and, if there are GPUs, over NCCL. The exit code is 1 if a check fails;

@@ -56,7 +56,7 @@ def main(argv: list[str]) -> int:
 
 
 def _examples() -> dict[str, Path]:
-    """The folder of each example: inside the installed package, or beside `src` in a checkout."""
+    """Returns the folder of each example: inside the installed package, or next to `src` in a checkout."""
     package = Path(unisono.__file__).resolve().parent
     for root in (package / "examples", package.parents[1] / "examples"):
         folders = {path.parent.name: path.parent for path in sorted(root.glob("*/README.md"))}
@@ -73,7 +73,7 @@ def _title(folder: Path) -> str:
 def _copy(source: Path, target: Path) -> None:
     """Copies an example; the target appears complete or not at all, and never replaces anything."""
     if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
-        raise UserError(f"{target} exists and is not an empty folder; name another: unisono examples copy NAME FOLDER")
+        raise UserError(f"{target} exists and is not empty; pass another folder: unisono examples copy NAME FOLDER")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".unisono-", dir=target.parent) as place:

@@ -59,12 +59,12 @@ def _parser() -> TrainingParser:
         f"persistent volume claim and where to mount it (default: {_DEFAULT_MOUNT}); the first one holds the run "
         "folder, and must be ReadWriteMany for several nodes",
     )
-    parser.add_argument("--kind", choices=get_args(Kind), default="jobset", help="what to write (default: jobset)")
+    parser.add_argument("--kind", choices=get_args(Kind), default="jobset", help="kind of manifest (default: jobset)")
     add("--nodes", "N", "number of pods, one per machine (default: 1)", type=whole_number)
     add(
         "--min-nodes",
         "N",
-        "train on as many pods as are available, from this number on (default: nodes)",
+        "train on as many pods as are available, but at least this number (default: nodes)",
         type=whole_number,
     )
     add("--gpus-per-node", "N", "GPUs per pod (default: 0, train on CPUs with --nproc ranks)", type=whole_number)
@@ -93,10 +93,10 @@ def _parser() -> TrainingParser:
     add(
         "--grace-period",
         "S",
-        "number of seconds that a pod has to save a checkpoint after SIGTERM (default: what --like needed, else 300)",
+        "number of seconds that a pod has to save a checkpoint after SIGTERM (default: derived from --like, or 300)",
         type=whole_number,
     )
-    add("--like", "RUN", "folder of a similar run, from whose longest step and save --grace-period follows", type=Path)
+    add("--like", "RUN", "folder of a similar run, whose longest step and save determine --grace-period", type=Path)
     add(
         "--pod-restarts",
         "N",
@@ -133,10 +133,10 @@ def main(argv: list[str]) -> int:
 def _check(kind: type[Recipe], resolved: Resolved, options: argparse.Namespace) -> None:
     for name, instead in _LAUNCHER_DECIDES.items():
         if resolved.explicit(name):
-            raise ConfigError(f"{name}: on Kubernetes the manifest sets it; use --{instead} instead")
+            raise ConfigError(f"{name}: on Kubernetes the manifest determines this setting; use --{instead} instead")
     if options.gpus_per_node and resolved.explicit("nproc"):
         raise ConfigError(f"nproc: a pod has one rank per GPU ({options.gpus_per_node}); remove it")
-    check_run(kind, resolved)  # checks now, and not after the pods have waited for GPUs for hours
+    check_run(kind, resolved)  # report bad settings now, before the pods wait hours for GPUs
     if resolved.values["resume"] == "never":
         raise ConfigError("resume: never would prevent a replaced pod from continuing; use a new output_dir instead")
     if options.image is None:
@@ -160,7 +160,7 @@ def _job(options: argparse.Namespace, resolved: Resolved, recipe: str, training:
         "output_dir": output,
         "max_restarts": resolved.values["max_restarts"],
         "gpus": gpus,
-        # A scheduler may take longer than the default to replace a pod, and then the others should still be there.
+        # A scheduler may take longer than the default to replace a pod, so the other pods must not give up waiting.
         **({"join_timeout": 0} if nodes > 1 else {}),
     }
     flags = [f"--{flag}={value}" for flag, value in own.items() if not resolved.explicit(flag)]

@@ -25,7 +25,7 @@ COMMANDS = {
     "report": "write one HTML page about a run, or one that compares runs",
     "clips": "score videos, and cut out the best moments",
     "seo": "report on a web site: rule-based checks of its pages, and learned scores",
-    "doctor": "check that this machine can train, and say what to fix",
+    "doctor": "check that this machine can train, and show what to fix",
     "slurm": "write, submit and follow the batch script of a run under SLURM",
     "k8s": "write the manifests of a run on Kubernetes, for JobSet or Kubeflow Trainer",
     "skypilot": "write a run as a task of SkyPilot, for spot machines of any cloud",

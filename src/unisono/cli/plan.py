@@ -1,4 +1,4 @@
-"""`unisono plan RECIPE --gpus 8xH100-80GB`: predicts memory, time and cost of a run on GPUs that need not be there."""
+"""`unisono plan RECIPE --gpus 8xH100-80GB`: predicts memory, time and cost of a run on GPUs you need not have."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
 _DESCRIPTION = """Predict memory, speed and cost of a run under each strategy, and recommend one.
 
-Needs no GPU: the model runs once on tensors without data, which shows the memory and the operations of a step. Times
-follow from the rates of the GPU and the links between GPUs (docs/plan.md lists the assumptions and the errors seen).
+Needs no GPU: one run of the model on tensors without data shows the memory and the operations of a step. The times are
+computed from the speed of the GPUs and of the links between them (docs/plan.md lists the assumptions, and the errors
+of past predictions).
 Every setting of `unisono train` is also a flag here; settings that you pass are not varied.
 
 Exit codes: 0 something fits, 1 nothing fits, 2 user error."""
@@ -55,9 +56,9 @@ def main(argv: list[str]) -> int:
         parser.print_help()
         return EXIT_DONE
     if not options.gpus:
-        raise ConfigError("plan: which GPUs? Pass --gpus, for instance --gpus 8xH100-80GB")
+        raise ConfigError("plan: --gpus is missing; name the GPUs of a machine, for instance --gpus 8xH100-80GB")
     if options.price is not None and options.price < 0:
-        raise ConfigError(f"price {options.price:g}: expected a number from 0 on")
+        raise ConfigError(f"price {options.price:g}: expected 0 or more")
     if options.json is not None and options.json.exists():
         raise ConfigError(f"{options.json} already exists; choose another file for --json")
     cluster = parse_cluster(options.gpus, options.nodes, options.network_gbit)
@@ -82,7 +83,7 @@ def main(argv: list[str]) -> int:
 
 
 def command_of(plan: Plan, row: Row, own: list[str]) -> str:
-    """The command line that trains with the settings of a row; `own` are the user's recipe and flags."""
+    """Returns the command line that trains with the settings of a row; `own` is the user's recipe and flags."""
     settings = [word for name, value in row.changes.items() for word in (f"--{name}", str(value).lower())]
     cluster = plan.cluster
     devices = ["--gpus", str(cluster.gpus_per_node)]
@@ -147,7 +148,7 @@ def _print(plan: Plan, own: list[str], *, steps: int | None, price: float | None
         )
         return
     if best.is_lossy:
-        console.print("Only 8-bit frozen weights fit; they change the result beyond rounding.")
+        console.print("The run fits only with 8-bit frozen weights, which change the result beyond rounding.")
     console.print("\nRecommended:")
     print(f"  {command_of(plan, best, own)}")
 

@@ -85,8 +85,8 @@ def _options(argv: list[str]) -> argparse.Namespace:
         "--keywords",
         default="",
         metavar="A,B|FILE",
-        help="keywords for which people should find the site, each checked on the page that fits it best; or a .csv "
-        "or .jsonl file with the columns page and keyword",
+        help="keywords for which the site should rank, each checked on the page that matches it best; or a .csv or "
+        ".jsonl file with the columns page and keyword",
     )
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="output folder (default: seo/NAME)")
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier report in that folder")
@@ -99,14 +99,14 @@ def _options(argv: list[str]) -> argparse.Namespace:
         type=float,
         default=1.0,
         metavar="S",
-        help="seconds between the requests of --crawl; a longer Crawl-delay in robots.txt counts instead (default: 1)",
+        help="seconds between the requests of --crawl; a longer Crawl-delay in robots.txt takes precedence (default: 1)",
     )
     parser.add_argument(
         "--max_depth",
         type=int,
         default=20,
         metavar="N",
-        help="clicks from the start that --crawl follows (default: 20)",
+        help="maximum number of clicks from the start page to a page that --crawl reads (default: 20)",
     )
     parser.add_argument(
         "--base_url",
@@ -117,7 +117,7 @@ def _options(argv: list[str]) -> argparse.Namespace:
         "--compare",
         type=Path,
         metavar="REPORT",
-        help="folder of an earlier report; shows which findings are new, fixed or still there",
+        help="folder of an earlier report; shows which findings are new, fixed or unchanged since then",
     )
     parser.add_argument(
         "--private_host",
@@ -131,7 +131,7 @@ def _options(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--label",
-        help="class by whose probability the pages are sorted, if the run predicts classes (default: the last class)",
+        help="sort pages by the predicted probability of this class, if the run predicts classes (default: the last)",
     )
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:1 (default: auto)")
     options = parser.parse(argv)
@@ -147,7 +147,7 @@ def _options(argv: list[str]) -> argparse.Namespace:
 
 
 def _base_url(url: str, site: str) -> str:
-    """The URL of a folder, with a slash at the end."""
+    """Returns the URL of a folder, with a slash at the end."""
     if "://" in site:
         raise ConfigError("--base_url is for local files; a URL is its own base")
     try:

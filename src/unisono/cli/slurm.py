@@ -68,13 +68,13 @@ def _parser() -> TrainingParser:
     add("--qos", "Q", "SLURM quality of service")
     add("--constraint", "C", "SLURM node constraint")
     add("--job-name", "J", "job name (default: the recipe's name)")
-    add("--module", "M", "`module load M` before the start; repeatable", action="append", default=[])
+    add("--module", "M", "run `module load M` before training; repeatable", action="append", default=[])
     add("--env", "NAME=VALUE", "environment variable of the job; repeatable", action="append", default=[])
     add("--container-image", "IMAGE", "run the ranks in this image, with the pyxis plugin; it must contain unisono")
     add(
         "--container-mounts",
         "SRC:DST,...",
-        "further folders of the container; the working directory and the run folder are always mounted",
+        "further folders to mount in the container; the working directory and the run folder are always mounted",
     )
     add(
         "--signal-before",
@@ -83,7 +83,7 @@ def _parser() -> TrainingParser:
         "in --output_dir or --like needed for its longest step and save, otherwise 120)",
         type=whole_number,
     )
-    add("--like", "RUN", "folder of a similar run, from whose saves --signal-before follows", type=Path)
+    add("--like", "RUN", "folder of a similar run, whose longest step and save determine --signal-before", type=Path)
     switch("--no-requeue", "at the time limit, end with exit code 75 instead of requeueing the job")
     add("--output-script", "FILE", "file to write (default: <recipe>.sbatch)")
     switch("--force", "overwrite an existing script")
@@ -137,7 +137,7 @@ def _check(kind: type[Recipe], resolved: Resolved) -> None:
     for name, instead in _SRUN_DECIDES.items():
         if resolved.explicit(name):
             raise ConfigError(f"{name}: under SLURM srun starts the ranks; use --{instead.replace('_', '-')} instead")
-    check_run(kind, resolved)  # checks now, and not after the job has waited in a queue for hours
+    check_run(kind, resolved)  # report bad settings now, before the job waits hours in a queue
     if settings.run.resume == "never":
         raise ConfigError(
             "resume: never would prevent the job from continuing after a requeue; remove it and use a new output_dir"
@@ -179,7 +179,7 @@ def _job(options: argparse.Namespace, resolved: Resolved, recipe: str, training:
 
 
 def _measured_lead(like: Path | None, resolved: Resolved) -> int | None:
-    """How long the run in output_dir, or the similar run `like`, would take to stop; None if that is not known."""
+    """Returns how many seconds the run in output_dir, or the similar run `like`, takes to stop; None if unknown."""
     if like is not None:
         return measured_seconds(like)
     output = resolved.values["output_dir"]
@@ -195,7 +195,7 @@ def _explain(job: BatchJob, path: Path, global_batch: int) -> None:
     per_node = format_count(job.tasks_per_node, "GPU" if job.gpus else "CPU rank")
     size = f"{format_count(job.nodes, 'node')} with {per_node} each, {format_count(job.ranks, 'rank')}"
     if job.total_gpus is not None:
-        size = f"{format_count(job.nodes, 'node')} with {format_count(job.total_gpus, 'GPU')} together"
+        size = f"{format_count(job.nodes, 'node')} with {format_count(job.total_gpus, 'GPU')} in total"
     print(f"{path}: {size}, {global_batch} samples per step")
     print(f"  run folder     {job.output_dir} (must be on a file system that all nodes share)")
     if job.signal_before:

@@ -73,7 +73,7 @@ def _train(argv: list[str]) -> int:
 
 
 def _fitted(recipe: Recipe, resolved: Resolved) -> Resolved:
-    """The settings that `--fit` chooses for the card of `--gpu_memory_gb`, explained on stderr."""
+    """Returns the settings that `--fit` chooses for a GPU of `--gpu_memory_gb`, and explains them on stderr."""
     if resolved.values["fit"] == "no":
         return resolved
     from unisono.engine.fit.without_gpu import fit_settings  # imports torch, which takes seconds

@@ -20,12 +20,13 @@ if TYPE_CHECKING:
 
 _DESCRIPTION = """Search for good settings of a recipe with Optuna.
 
-Each trial is a run of `unisono train` in a folder of its own, with its own values of the settings that --search names.
-Trials run side by side on parts of the GPUs or on CPU ranks, and stop early if they are worse than others. A study that
-was stopped or killed continues with the same command and --output_dir; its trials continue from their checkpoints.
+Each trial is a run of `unisono train` in its own folder, with its own values of the settings that --search names.
+Several trials can run in parallel, each on some of the GPUs or on CPU ranks, and a trial stops early if it is worse
+than the others. The same command with the same --output_dir continues a study that was stopped or killed; its trials
+continue from their checkpoints.
 
   --search learning_rate=log:1e-5..1e-2     a range on a logarithmic scale
-  --search warmup_steps=0..200              a range; whole numbers, because the setting is one
+  --search warmup_steps=0..200              a range of whole numbers, because warmup_steps is a whole number
   --search hidden=32..256:32                a range in steps of 32
   --search optimizer='adamw|sgd|muon'       choices
 
@@ -39,7 +40,7 @@ _SHOWN = 20
 def _parser() -> TrainingParser:
     parser = TrainingParser("tune", "RECIPE --search NAME=VALUES ... [--trials 20] [settings]", _DESCRIPTION)
     docs = {
-        "trials": ("N", "number of finished trials after which the study ends, pruned and failed ones included"),
+        "trials": ("N", "number of finished trials, including pruned and failed ones, after which the study ends"),
         "objective": ("METRIC", "evaluation metric to optimize (default: best_metric if it is set, else eval/loss)"),
         "direction": (None, "whether a smaller or a larger objective is better (default: minimize, or best_mode)"),
         "pruner": (
@@ -81,7 +82,7 @@ def main(argv: list[str]) -> int:
     for flag in options.search:
         name, values = split_flag(flag)
         if name in search:
-            raise ConfigError(f"--search {name}: it is searched twice; remove one")
+            raise ConfigError(f"--search {name} is given twice; remove one of them")
         search[name] = values
     chosen = {f.name: getattr(options, f.name) for f in fields(StudyOptions) if getattr(options, f.name) is not None}
     kind = load_recipe(recipe)

@@ -50,8 +50,8 @@ def _parser() -> TrainingParser:
         "--steps",
         default=None,
         metavar="N",
-        help="optimizer steps of each run (default: 5; if the recipe trains groups of weights in turn, at least the "
-        "step after all of their turns)",
+        help="optimizer steps of each run (default: 5; more if the recipe trains groups of weights in turn and needs "
+        "more than 5 steps to train every group and then start over)",
     )
     parser.add_argument(
         "--strategies",
@@ -108,7 +108,7 @@ def main(argv: list[str]) -> int:
 
 
 def _steps_of_all_turns(kind: type[Recipe], resolved: Resolved) -> int:
-    """The number of steps after which every group has had its turn, and one of them a second one."""
+    """Returns the number of steps in which every group is trained, plus one step in which the first group follows."""
     groups = check_groups(kind(resolved.build(kind.Config)).groups())
     return 1 + sum(group.steps for group in groups) if groups else 0
 
@@ -178,7 +178,7 @@ def _why(result: VariantResult, results: Sequence[VariantResult], plan: VerifyPl
     if result.role == "repeat":
         return (
             f"Not repeatable: two runs of {result.variant.title} with the same seed differ: {differences}. The recipe "
-            "depends on something that changes from start to start: the time, os.urandom, a generator without a seed, "
+            "depends on something that changes whenever it starts: the time, os.urandom, a generator without a seed, "
             "the order of a set, a file that it writes itself. Fix this first: until then, runs on different numbers "
             "of ranks cannot be compared."
         )

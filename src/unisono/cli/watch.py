@@ -28,8 +28,8 @@ def main(argv: list[str]) -> int:
         nargs="?",
         const="",
         metavar="PORT",
-        help="serve a page that updates itself, instead of the terminal; without a number on port 8420, with 0 on any "
-        "free port",
+        help="serve a self-updating web page on this port instead of printing to the terminal (default port: 8420; 0: "
+        "any free port)",
     )
     parser.add_argument(
         "--host",
@@ -41,9 +41,9 @@ def main(argv: list[str]) -> int:
     )
     options = parser.parse(argv)
     if options.web is None and (options.host is not None or options.token):
-        raise ConfigError("--host and --token belong to --web; add --web")
+        raise ConfigError("--host and --token require --web; add --web")
     if options.web is not None and options.once:
-        raise ConfigError("--once prints to the terminal; leave out --web")
+        raise ConfigError("--once prints to the terminal and --web serves a page; remove one of them")
     paths, port = options.paths, options.web
     if port and not port.isdecimal():  # unisono watch --web runs/
         paths, port = [*paths, Path(port)], ""

@@ -114,7 +114,7 @@ def _fields_of(cls: type, title: str, instance: Any) -> list[Field]:
     return fields
 
 
-@lru_cache(maxsize=512)  # a start asks for the same classes dozens of times
+@lru_cache(maxsize=512)  # each start of a run looks up the same classes dozens of times
 def _hints(cls: type) -> Mapping[str, Any]:
     # The fields that a subclass without the decorator adds would silently be lost.
     bare = inspect.get_annotations(cls) and "__dataclass_fields__" not in vars(cls)
