@@ -163,7 +163,7 @@ def test_compiled_blocks_on_the_host_are_recomputed_as_a_whole(monkeypatch: pyte
 
 
 def test_the_banner_shows_how_much_memory_is_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for num, expected in ((2, "saves no memory: 2 of them"), (5, "wait in host memory, which saves")):
+    for num, expected in ((2, "saves no memory: 2 of them"), (5, "are stored in host memory, which saves")):
         settings = {**COMMON, "output_dir": str(tmp_path / str(num)), "gpus": "0", "max_steps": 1}
         unisono.train(PartlyFrozen, **settings, blocks_on_host=num)
         assert f"blocks_on_host {num} of 6 blocks" in (text := capsys.readouterr().err) and expected in text

@@ -286,8 +286,8 @@ def test_bad_values_are_refused_by_name(field: str, value: Any, says: str) -> No
         (["--batch_sise", 2], "unknown flag --batch_sise; did you mean --batch_size"),
         (["--gpu-per-node", 2], "did you mean --gpus-per-node?"),
         (["--batch_size", 0], "batch_size: expected at least 1"),
-        (["--gpus", 2], "gpus: on Kubernetes the manifest sets it; use --gpus-per-node instead"),
-        (["--node_rank", 0], "node_rank: on Kubernetes the manifest sets it; use --nodes instead"),
+        (["--gpus", 2], "gpus: on Kubernetes the manifest determines this setting; use --gpus-per-node instead"),
+        (["--node_rank", 0], "node_rank: on Kubernetes the manifest determines this setting; use --nodes instead"),
         (["--gpus-per-node", 2, "--nproc", 2], "nproc: a pod has one rank per GPU (2)"),
         (["--nodes", "two"], "--nodes: expected a whole number, got 'two'"),
         (["--kind", "pod"], "--kind: invalid choice"),
@@ -321,7 +321,7 @@ def test_the_grace_period_is_long_enough_for_a_similar_run(tmp_path: Path, capsy
     words = [TINY, "--image", "me/it:1", "--volume", "shared", "--like", tmp_path]
     text = command(*words, capsys=capsys)
     assert job_of(list(yaml.safe_load_all(text)))["template"]["spec"]["terminationGracePeriodSeconds"] == 830
-    with pytest.raises(UserError, match="it is no run folder, or the run has saved no checkpoint"):
+    with pytest.raises(UserError, match="it is not a run folder, or the run has saved no checkpoint"):
         command(*words[:-1], tmp_path / "none", capsys=capsys)
 
 

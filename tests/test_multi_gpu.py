@@ -1019,7 +1019,7 @@ def test_the_banner_explains_missing_devices_and_the_chosen_strategy(
     with DataParallelTrainer(create_model(), settings, DataLoader(train, batch_size=BATCH)) as trainer:
         assert trainer.get_performance_stats()["global_batch_size"] == BATCH
     printed = "".join(capsys.readouterr())
-    assert "single (dp on one device is single)" in printed and "as requested" not in printed
+    assert "single (dp on one device is the same as single)" in printed and "as requested" not in printed
     assert f"only the CPU; a step still takes {BATCH} samples" in printed and "accumulation keeps" not in printed
     with make(settings):
         assert "only the CPU; accumulation keeps the effective batch" in "".join(capsys.readouterr())

@@ -219,6 +219,6 @@ def test_a_run_folder_that_the_machines_do_not_share_is_refused(tmp_path: Path, 
         folder.mkdir(exist_ok=True)
     answers = run_ranks("check_in", __file__, 2, {"folders": list(map(str, folders))})
     refused = "output_dir runs/mine is not the same folder on machine 1 as on machine 0; "
-    refused += "a run on several machines needs one on a file system that all of them share"
+    refused += "use a folder on a file system that all machines share"
     assert answers == (["shared"] * 2 if shared else [refused] * 2)
     assert not [each for folder in folders for each in folder.iterdir()], "nothing is left behind"

@@ -199,7 +199,7 @@ def test_a_model_that_fits_nowhere_is_said_to_need_its_memory(tmp_path: Path) ->
     ("arguments", "message"),
     [
         (["--gpus", "8xH10O"], "did you mean H100"),
-        ([], "which GPUs?"),
+        ([], "--gpus is missing"),
         (["--gpus", "H100", "--nodes", "0"], "at least one GPU and one machine"),
         (["--gpus", "H100", "--price", "-1"], "price -1"),
         (["--gpus", "H100", "--network_gbit", "0"], "network_gbit 0"),

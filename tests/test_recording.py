@@ -88,7 +88,7 @@ def test_python_numbers_in_a_batch_are_not_frozen_by_the_recording(recorder: Rec
 def test_inputs_that_cannot_be_copied_into_a_recording_are_rejected(recorder: Recorder) -> None:
     captured = recorder.of(total)
     with pytest.raises(
-        TrainingFailed, match="the batch holds a object, and a recorded step would only ever see the first"
+        TrainingFailed, match="the batch holds a object, and a recorded step would always use the first"
     ):
         for _ in range(4):
             captured(batch(3, what=object()))

@@ -158,7 +158,7 @@ def test_the_error_about_a_changed_config_value_names_the_flag_that_continues(
     arguments = ["--config", str(tmp_path / "room.yaml"), "--output_dir", str(darkroom_run), "--gpus", "0"]
     assert main(["train", "darkroom", *arguments]) == 2
     stderr = capfd.readouterr().err
-    assert "grid_size 5 (config file) differs from this run's 3" in stderr and "give --grid_size 3, or" in stderr
+    assert "grid_size 5 (config file) differs from this run's 3" in stderr and "pass --grid_size 3, or" in stderr
     assert main(["train", "darkroom", *arguments, "--grid_size", "3"]) == 0
 
 

@@ -399,7 +399,7 @@ def test_the_signal_leaves_the_time_that_the_run_needs_to_stop(
     ):
         command(*words, *more, cwd=tmp_path, monkeypatch=monkeypatch)
         assert f"#SBATCH --signal=USR1@{signal_before}\n" in capsys.readouterr().out
-    with pytest.raises(UserError, match="--like new: it is no run folder, or the run has saved no checkpoint"):
+    with pytest.raises(UserError, match="--like new: it is not a run folder, or the run has saved no checkpoint"):
         command(*words, "--like", "new", cwd=tmp_path, monkeypatch=monkeypatch)
 
 

@@ -1,4 +1,4 @@
-"""`--blocks_on_host` in a full fine-tune: weights, gradients and optimizer state wait on the host; equal results."""
+"""`--blocks_on_host` in a full fine-tune: weights, gradients and optimizer state on the host, equal results."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_impossible_combinations_are_rejected_in_one_line(tmp_path: Path, monkey
 def test_the_banner_shows_how_much_memory_is_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = {**COMMON, "output_dir": str(tmp_path / "run"), "gpus": "0", "max_steps": 1}
     unisono.train(Sentences, **settings, blocks_on_host=4)
-    assert "of weights, gradients and optimizer state wait in host memory" in capsys.readouterr().err
+    assert "of weights, gradients and optimizer state are stored in host memory" in capsys.readouterr().err
 
 
 @pytest.mark.slow

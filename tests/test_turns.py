@@ -324,7 +324,7 @@ def test_groups_that_cannot_be_used_are_refused_in_one_line(flaw: str, message: 
         (
             "Pair",
             {"blocks_on_host": 2},
-            r"blocks whose weights are trained cannot wait on the host in a recipe with gr",
+            r"blocks whose weights are trained cannot be stored on the host in a recipe with gr",
         ),
         ("Compares", {}, r"groups\(\) does not work with couple\(\) and couple_rows\(\)"),
     ],
@@ -343,7 +343,7 @@ def test_what_does_not_work_with_groups_is_refused_in_one_line(
         ({"steps": 0}, "'steps' of the group 'critic' cannot be 0"),
         ({"latest": {"loss": "low"}}, "'latest' of the group 'critic' cannot be this dict"),
         ({"loss_scale": {"value": 1.0}}, "'loss_scale' of the group 'critic' cannot be this dict"),
-        ({"more": 1}, "the state of the group 'critic' is not one of this version"),
+        ({"more": 1}, "the state of the group 'critic' does not match this version"),
     ],
 )
 def test_a_state_from_a_file_is_checked_for_each_group(flaw: dict[str, Any], message: str) -> None:

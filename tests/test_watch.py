@@ -506,8 +506,8 @@ def test_a_busy_port_and_wrong_flags_are_one_line(tmp_path: Path, capsys: pytest
             ("--web", str(port)): f"port {port} is in use; choose another one with --web PORT",
             ("--web", "70000"): "expected a port from 0 to 65535",
             ("--web", "0", "--host", "no.such.address.invalid"): "--host no.such.address.invalid",
-            ("--host", "0.0.0.0"): "belong to --web",
-            ("--web", "--once"): "leave out --web",
+            ("--host", "0.0.0.0"): "require --web",
+            ("--web", "--once"): "remove one of them",
             ("--onces",): "did you mean --once?",
         }
         for words, said in cases.items():

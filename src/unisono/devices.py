@@ -56,7 +56,7 @@ class Gpu:
     @property
     def is_free(self) -> bool:
         """Whether the GPU seems unused: no process with over 1 GiB, and at least 80 % of the memory free."""
-        # Also checks the memory, because NVML does not list the processes of other containers.
+        # Also check the memory, because NVML does not list the processes of other containers.
         busy = any(process.bytes > _BUSY_PROCESS_BYTES for process in self.processes)
         return not busy and self.free_bytes >= _FREE_FRACTION * self.total_bytes
 
@@ -204,7 +204,7 @@ def _links(nvml: Any, handle: Any) -> tuple[str, ...]:
     nvlinks = [query_nvml(nvml, 0, nvml.nvmlDeviceGetNvLinkState, handle, i) for i in range(nvml.NVML_NVLINK_MAX_LINKS)]
     if any(nvlinks):
         links.append(f"NVLink x{sum(nvlinks)}")
-    # Reads the maximum instead of the current value, because an idle GPU reduces its link to generation 1.
+    # Read the maximum instead of the current value, because an idle GPU reduces its link to generation 1.
     generation = query_nvml(nvml, 0, nvml.nvmlDeviceGetMaxPcieLinkGeneration, handle)
     width = query_nvml(nvml, 0, nvml.nvmlDeviceGetMaxPcieLinkWidth, handle)
     if generation:
@@ -279,7 +279,7 @@ def _ids(request: str) -> list[str]:
 def _by_id(ids: Sequence[str], gpus: Sequence[Gpu], min_memory_gb: float, locked: Collection[str]) -> Choice:
     taken: list[Gpu] = []
     for each in ids:
-        matches = [gpu for gpu in gpus if _names(each, gpu) or each == gpu.uuid]
+        matches = [gpu for gpu in gpus if _matches(each, gpu) or each == gpu.uuid]
         if len(matches) != 1:
             indices = ", ".join(str(gpu.index) for gpu in gpus)
             raise UserError(
@@ -355,7 +355,7 @@ class GpuLock:
     def _open(self, uuid: str) -> int:
         path = self.path(uuid)
         try:
-            # Tries without O_CREAT first, because in a sticky folder Linux refuses O_CREAT for another user's file
+            # Try without O_CREAT first, because in a sticky folder Linux refuses O_CREAT for another user's file
             # (the sysctl fs.protected_regular).
             return os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
         except FileNotFoundError:

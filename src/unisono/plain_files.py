@@ -44,7 +44,7 @@ def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> FileIO:
 
     `flags` are those of `os.open`; with O_CREAT, a missing file is created.
     """
-    # Checks before opening, because opening a device may have side effects, and again afterwards, because the file may
+    # Check before opening, because opening a device may have side effects, and again afterwards, because the file may
     # have been replaced; with O_NONBLOCK, a FIFO that appears in between does not block.
     try:
         _require_regular(path, os.stat(path).st_mode)

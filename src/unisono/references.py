@@ -15,7 +15,7 @@ from unisono.errors import RecipeError, UserError
 
 
 def load_object(reference: str, kind: str = "recipe") -> Any:
-    """Loads a function or class from `file.py:name` or `package.module:name`. Error messages call the file a `kind` file."""
+    """Loads a function or class from `file.py:name` or `package.module:name`; messages call the file a `kind` file."""
     source, _, name = reference.rpartition(":")
     loaded = getattr(load_module(source, kind), name, None)
     if loaded is None:

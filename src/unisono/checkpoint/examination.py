@@ -24,7 +24,7 @@ from unisono.checkpoint.tensor_file import TensorFile
 class _Finding:
     """The result of examining one file."""
 
-    damage: str | None = None  # reason if the file is not the one that was saved
+    damage: str | None = None  # reason if the file differs from the saved file
     header: TensorFile | None = None  # header, if the file is a shard
     bad_header: str | None = None  # reason if the header cannot be used, although the hash is right
 

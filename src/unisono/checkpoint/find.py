@@ -62,7 +62,7 @@ def leftovers_until(step: int, paths: Iterable[Path]) -> list[Path]:
 
 
 Damage = Callable[[Path, Mapping[str, FileEntry]], str | None]
-"""A function that returns why a file in a checkpoint's folder is not the one that was saved, or None if all are."""
+"""A function that returns why a file in a checkpoint's folder differs from the saved file, or None if none differs."""
 
 
 def hash_all(path: Path, files: Mapping[str, FileEntry]) -> str | None:
@@ -74,7 +74,7 @@ def hash_all(path: Path, files: Mapping[str, FileEntry]) -> str | None:
 
 
 def why_damaged(file: Path, entry: FileEntry) -> str | None:
-    """Reads a whole file and returns why it is not the one that was saved, or None if it is."""
+    """Reads a whole file and returns why it differs from the saved file, or None if it does not."""
     try:
         return None if hash_file(file) == entry else f"the hash of {file.name} differs from the manifest's"
     except OSError as error:

@@ -136,7 +136,7 @@ class Saver:
         if not self._asynchronous:
             self._run(attempt)
             return
-        # Uses a daemon thread, so that this rank can exit after a peer has died. A normal exit calls wait().
+        # Use a daemon thread, so that this rank can exit after a peer has died. A normal exit calls wait().
         self._thread = threading.Thread(target=self._run, args=(attempt,), name=f"save-{step}", daemon=True)
         self._thread.start()
 
@@ -200,7 +200,7 @@ class Saver:
         fingerprints = self._on_all_ranks(lambda: self._ready(attempt))
         if len(set(fingerprints)) > 1:
             raise RanksFailed("the ranks do not have tensors of the same names, shapes and dtypes")
-        # Creates the folder only when every rank is ready, so that an earlier failure leaves nothing to clean up.
+        # Create the folder only when every rank is ready, so that an earlier failure leaves nothing to clean up.
         begun = self._on_all_ranks(lambda: self._begin(attempt))[0]
         assert begun is not None
         staging, existing_bytes = begun

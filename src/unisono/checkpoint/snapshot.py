@@ -45,7 +45,7 @@ class Snapshot:
     def warm_up(self, state: State) -> None:
         """Allocates page-locked buffers for tensors of the same shapes as `state`, in a thread; copies nothing."""
         self._join()
-        # Keeps only the properties of the tensors, because a reference in the thread would keep their memory allocated.
+        # Keep only the properties of the tensors, because a reference in the thread would keep their memory allocated.
         to_allocate = [(name, t.shape, t.dtype, t.device) for name, _, t in self._share(state) if t.is_cuda]
         if not to_allocate:
             return

@@ -121,7 +121,7 @@ class TensorFile:
         return tensor
 
     def _open(self) -> FileIO:
-        # Does not keep the file open, because a checkpoint has one file per rank and a process may open only about
+        # Do not keep the file open, because a checkpoint has one file per rank and a process may open only about
         # 1,000.
         try:
             return open_regular(self.path)

@@ -99,7 +99,7 @@ def _options(argv: list[str]) -> argparse.Namespace:
         type=float,
         default=1.0,
         metavar="S",
-        help="seconds between the requests of --crawl; a longer Crawl-delay in robots.txt takes precedence (default: 1)",
+        help="seconds between requests of --crawl; a longer Crawl-delay in robots.txt takes precedence (default: 1)",
     )
     parser.add_argument(
         "--max_depth",

@@ -87,7 +87,7 @@ def main(argv: list[str]) -> int:
         raise ConfigError(
             f"--ranks {max(ranks)}: this machine cannot run one process for each rank; use at most {max_ranks}"
         )
-    # Starts at least two processes, because the reference is repeated in a second one. They import torch while this
+    # Start at least two processes, because the reference is repeated in a second one. They import torch while this
     # process does.
     with WarmRanks(COMMAND, max(2, *ranks)) as warm:
         kind = load_recipe(recipe)
@@ -108,7 +108,7 @@ def main(argv: list[str]) -> int:
 
 
 def _steps_of_all_turns(kind: type[Recipe], resolved: Resolved) -> int:
-    """Returns the number of steps in which every group is trained, plus one step in which the first group follows."""
+    """Returns the number of steps that train each group once, plus one step that trains the first group again."""
     groups = check_groups(kind(resolved.build(kind.Config)).groups())
     return 1 + sum(group.steps for group in groups) if groups else 0
 

@@ -1,4 +1,4 @@
-"""Finds out from environment variables which rank this process is, of how many, and which launcher started it.
+"""Detects from environment variables the launcher of this process, its rank, and the world size.
 
 Each launcher is one small class that detects its variables and reads a `World` from them. The first match wins:
 torchrun (accelerate and unisono's own launcher set the same variables), then a SLURM step, then MPI, then a plain

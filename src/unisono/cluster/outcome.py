@@ -60,7 +60,7 @@ class Outcome:
     rank: int = 0
     step: int | None = None
     traceback: str = ""
-    # Uses the wall clock, which is comparable between machines; a monotonic clock starts at boot.
+    # Use the wall clock, which is comparable between machines; a monotonic clock starts at boot.
     time: float = field(default_factory=time.time)
 
     @property

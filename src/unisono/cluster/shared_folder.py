@@ -34,7 +34,7 @@ def check_shared(path: str | Path, world: World, agreement: Agreement, timeout_s
             pass  # creating the run folder will raise a better error
     try:
         location = agreement.broadcast(location)
-        # Uses this machine's own path, because the same folder may be mounted under another name here.
+        # Use this machine's own path, because the same folder may be mounted under another name here.
         visible = location is None or _becomes_visible([target, *target.parents][location[0]] / location[1], timeout_s)
         without = [machine for machine, is_visible in agreement.all_gather((world.node, visible)) if not is_visible]
     finally:
@@ -43,7 +43,7 @@ def check_shared(path: str | Path, world: World, agreement: Agreement, timeout_s
     if without:
         raise UserError(
             f"output_dir {path} is not the same folder on machine {without[0]} as on machine 0; "
-            "a run on several machines needs one on a file system that all of them share"
+            "use a folder on a file system that all machines share"
         )
 
 

@@ -26,7 +26,7 @@ class ConfigClass:
     __signature__ = _InitSignature()
 
     def __new__(cls, *arguments: Any, **values: Any) -> Self:
-        # Checks before the dataclass's own __init__, whose TypeError suggests no valid name.
+        # Check before the dataclass's own __init__, whose TypeError suggests no valid name.
         cls._check_names(values)
         return super().__new__(cls)
 

@@ -47,7 +47,7 @@ def read_file(path: Path) -> Mapping[Any, Any]:
 
 
 def _read_text(path: Path) -> str:
-    # Opens without blocking, because opening a pipe would wait forever.
+    # Open without blocking, because opening a pipe would wait forever.
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise ConfigError(f"config file {path} is not a regular file")

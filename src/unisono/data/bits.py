@@ -58,7 +58,7 @@ def mix(x: Integers) -> Integers:
 
 def random_bits(key: Tensor | int, counter: Tensor) -> Tensor:
     """Returns 64 random bits for each pair of key and counter; the two tensors are broadcast against each other."""
-    # Uses the key in two rounds. With a single round, different keys would give the same sequence from different
+    # Use the key in two rounds. With a single round, different keys would give the same sequence from different
     # starting points, and with 10^9 samples some of these would overlap.
     return mix(mix(counter * _GOLDEN_S + key) + key)
 

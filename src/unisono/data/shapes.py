@@ -85,7 +85,7 @@ class Shapes:
 
 
 def cost_of(data: Shaped, index: int, shape: Hashable) -> float:
-    """The relative work and memory of a sample with this shape."""
+    """Returns the relative work and memory of a sample with this shape."""
     cost = getattr(data, "cost", None)
     if cost is None:
         return _product(shape)

@@ -45,7 +45,7 @@ class Windows:
     def indices(self, offsets: Array, epochs: Array, size: int, seed: int) -> Array:
         """Returns the dataset indices at `offsets` within `epochs`, for a dataset of `size` samples."""
         offsets = self._within_windows(offsets, epochs, size, seed)
-        # Moves the windows along the blocks, or the first samples of blocks would come early more often than others.
+        # Move the windows along the blocks, or the first samples of blocks would come early more often than others.
         offsets = (offsets + (keys_for(key_of(Purpose.ORDER, seed, 3), epochs) & _POSITIVE) % size) % size
         if self.starts is None:
             return self._in_equal_blocks(offsets, epochs, size, seed)
@@ -84,7 +84,7 @@ class Windows:
         return indices
 
     def _layout(self, epoch: int, size: int, seed: int) -> tuple[Array, Array]:
-        """The blocks of an epoch in their order, and the offset at which each of them begins."""
+        """Returns the blocks of an epoch in their order, and the offset at which each of them begins."""
         if (cached := self._layouts.get((epoch, size, seed))) is not None:
             return cached
         assert self.starts is not None
@@ -104,7 +104,7 @@ def _keys_of_windows(keys: Array, numbers: Array) -> Array:
 
 
 def windows_of(data: Any, window: int) -> Windows | None:
-    """The windows of a dataset for the setting shuffle_window; None if it is 0, which means a full shuffle.
+    """Returns the windows of a dataset for the setting shuffle_window; None if it is 0, which means a full shuffle.
 
     A dataset whose samples lie in blocks that are best read together has `block_starts`: the index of the first sample
     of each block, in ascending order.
@@ -125,7 +125,7 @@ def windows_of(data: Any, window: int) -> Windows | None:
 
 
 def remark_on_windows(windows: Windows | None, size: int) -> str | None:
-    """A note for the user if a window is so small that its samples come from one or two blocks."""
+    """Returns a note for the user if a window is so small that its samples come from one or two blocks."""
     if windows is None or windows.starts is None or len(windows.starts) < 2:
         return None
     mean = size // len(windows.starts)

@@ -68,7 +68,7 @@ class Workers:
         self._taken, self._taken_of_step = 0, 0
         self._workers: list[_Worker] = []
         self._pinning: _Pinning | None = None
-        # Creates the folder of the workers' sockets in this process, which removes it at exit. A killed worker could
+        # Create the folder of the workers' sockets in this process, which removes it at exit. A killed worker could
         # not.
         multiprocessing.util.get_temp_dir()
         try:
@@ -145,7 +145,7 @@ class _Worker:
     ) -> None:
         self._number, self._ahead = number, ahead
         self._pipe, worker_end = multiprocessing.Pipe()
-        # Uses shared memory without locks, because a killed worker might not have released its lock.
+        # Use shared memory without locks, because a killed worker might not have released its lock.
         self._stop, self._now = RawValue("b", 0), RawValue("q", -1)
         self._process = multiprocessing.Process(
             target=_work,
@@ -299,7 +299,7 @@ def _work(
     )
     reader.now, reader.stop = now, stop
     finished: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    # Sends results in a thread, so that a full pipe does not keep the worker from reading the next chunk.
+    # Send results in a thread, so that a full pipe does not keep the worker from reading the next chunk.
     threading.Thread(target=_send, args=(pipe, finished), daemon=True).start()
     allowed = 0
     try:

@@ -59,7 +59,7 @@ def plan_batch(
 
 
 def check_against_data(plan: BatchPlan, num_samples: int) -> None:
-    """Rejects a step that would read the whole dataset many times: it would take minutes without any output."""
+    """Rejects a step that would read the whole dataset many times, because it would take minutes without any output."""
     if plan.global_batch > max(_SMALL_BATCH, _MOST_PASSES * num_samples):
         raise ConfigError(
             f"one optimizer step of {plan.global_batch:,} samples would read the dataset ({num_samples:,} samples) "
@@ -96,7 +96,7 @@ def _plan(
 
 
 def overruled(settings: BatchSettings, explicit: Callable[[str], bool], devices: int, stored: int | None) -> list[str]:
-    """Notes on flags that cannot change the effective batch of a resumed run, which has `stored` samples per step."""
+    """Returns notes on flags that cannot change the effective batch (`stored` samples) of a resumed run."""
     size, accumulation = settings.batch_size, settings.gradient_accumulation_steps
     if stored is None or size * devices * (accumulation or 1) == stored:
         return []
@@ -112,7 +112,7 @@ def overruled(settings: BatchSettings, explicit: Callable[[str], bool], devices:
 
 
 def with_micro_batch(plan: BatchPlan, requested: int | str | None, known_to_fit: int, *, on_gpu: bool) -> BatchPlan:
-    """The plan with the `requested` micro-batch size, but at most `known_to_fit` samples (0 if no size was tried)."""
+    """Returns the plan with the `requested` micro-batch size, at most `known_to_fit` samples (0: no size was tried)."""
     size = plan.micro_batch
     if isinstance(requested, int):
         size = requested

@@ -114,7 +114,7 @@ def _check_optimizer(settings: OptimSettings) -> None:
 
 
 def nothing_frozen(base_precision: str) -> ConfigError:
-    """The error for a base precision in a run that trains all weights."""
+    """Returns the error for a base precision in a run that trains all weights."""
     return ConfigError(
         f"base_precision {base_precision}: this run has no frozen linear layers; train a LoRA, freeze weights, or "
         "remove base_precision"
@@ -213,10 +213,10 @@ def _check_activation_memory(settings: Settings) -> None:
     precision = settings.precision
     if precision.activation_checkpointing or precision.recompute_every != 1:
         name = "activation_checkpointing" if precision.activation_checkpointing else "recompute_every"
-        raise ConfigError(f"activation_memory_gb chooses itself what to recompute; remove it, or {name}")
+        raise ConfigError(f"activation_memory_gb decides what to recompute; remove it, or {name}")
     if settings.parallel.blocks_on_host != 0:
         raise ConfigError(
-            "activation_memory_gb cannot measure blocks that wait on the host; remove blocks_on_host, or use "
+            "activation_memory_gb cannot measure blocks that are stored on the host; remove blocks_on_host, or use "
             "activation_checkpointing instead of activation_memory_gb"
         )
     if settings.parallel.strategy == "dp":
@@ -268,9 +268,9 @@ def check_context(size: int, ranks: int) -> None:
 
 
 def machines(settings: LaunchSettings) -> tuple[int, int]:
-    """The minimum and maximum number of machines of a run: nnodes is "2" or "1:4"."""
+    """Returns the minimum and maximum number of machines of a run: nnodes is "2" or "1:4"."""
     fewest, _, most = str(settings.nnodes).partition(":")
-    # Limits the number of digits, because Python refuses to convert thousands of them.
+    # Limit the number of digits, because Python refuses to convert thousands of them.
     if not all(re.fullmatch("0*[1-9][0-9]{0,8}", text) for text in (fewest, most or fewest)):
         got = shown(str(settings.nnodes))
         raise ConfigError(f"nnodes: expected a number of machines such as 2, or 1:4 for 1 to 4, got {got}")

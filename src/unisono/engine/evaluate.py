@@ -1,4 +1,4 @@
-"""Evaluates on all ranks: each sample once, with exact metrics.
+"""Evaluates on all ranks. Each sample is evaluated once, and the metrics are exact.
 
 Each rank evaluates a share of the data in batches of nearly equal size (or cost, if samples differ in shape), so that
 no rank waits for another. Recipes return metrics that can be summed: sums with counts, or torchmetrics objects, which
@@ -56,7 +56,7 @@ class Evaluation:
             metric.to(strategy.placement.device)
 
     def run(self, step: int) -> dict[str, float | list[float]] | None:
-        """The metrics over the whole evaluation set, named eval/…; the same on every rank.
+        """Returns the metrics over the whole evaluation set, named eval/…; the same on every rank.
 
         Returns None if a stop request came before the evaluation was complete.
         """
@@ -130,8 +130,8 @@ class Evaluation:
         if waits_for_others or self._batch == 1:
             remedy = "use a smaller eval_batch_size" if self._batch > 1 else "even one sample does not fit"
             raise TrainingFailed(
-                f"step {step}: out of memory in the evaluation, with {self._batch} at once: {failure}; {remedy}; "
-                "training can continue from the last checkpoint (eval_every -1: without evaluation)"
+                f"step {step}: out of memory in the evaluation, with batches of {self._batch}: {failure}; {remedy}; "
+                "training can continue from the last checkpoint (--eval_every -1 disables evaluation)"
             )
         return failure
 
@@ -147,7 +147,7 @@ class Evaluation:
                 raise
             raise TrainingFailed(
                 f"step {step}: out of memory before the evaluation: {in_one_line(error)}; training can continue from "
-                "the last checkpoint (eval_every -1: without evaluation)"
+                "the last checkpoint (--eval_every -1 disables evaluation)"
             ) from None
 
     def _loader(self) -> Loader | ResidentLoader:
@@ -238,7 +238,7 @@ def _other_length(name: str, *shapes: torch.Size) -> str:
 
 
 def _with_copied_metrics(recipe: Recipe) -> Recipe:
-    """A recipe with copies of the metrics, so that a batch that does not count leaves the originals unchanged."""
+    """Returns a recipe with copies of the metrics, so that a batch with weight 0 leaves the originals unchanged."""
     copied = copy.copy(recipe)
     for name, value in vars(recipe).items():
         if next(_metrics_in(value), None) is not None:

@@ -102,7 +102,7 @@ def load_trained(
     reference: str | None = None,
     keep_dtype: bool = False,
 ) -> tuple[Recipe, nn.Module, str]:
-    """The recipe and the trained model of a run, on the CPU, and a description of the weights.
+    """Returns the recipe and the trained model of a run, on the CPU, and a description of the weights.
 
     If `keep_dtype` is set, a model that was trained in float64 stays float64; otherwise it has the recipe's dtypes.
     """
@@ -110,7 +110,7 @@ def load_trained(
     if not all(isinstance(record.get(name), dict) for name in ("config", "sources")):
         raise UserError(f"{run}: run.json lacks the settings of the run; it is damaged")
     resolved = settings_in(record, (Settings, recipe_class.Config))
-    # Reads the checkpoint before it builds the model, which may take long: a run that is still training may delete it.
+    # Read the checkpoint before it builds the model, which may take long: a run that is still training may delete it.
     checkpoint, state, is_average = _read_checkpoint(run, step, {"recipe": record["recipe"]}, weights)
     recipe = recipe_class(resolved.build(recipe_class.Config))
     recipe.prepared, recipe.base_precision = run / "prepared", resolved.values["base_precision"]
@@ -140,7 +140,7 @@ def load_trained(
 
 
 def _recipe_of(run: Path, reference: str | None) -> tuple[dict[str, Any], type[Recipe]]:
-    """The contents of a run's run.json, and the class of its recipe."""
+    """Returns the contents of a run's run.json, and the class of its recipe."""
     record = RunFolder.read(run)
     if record is None:
         raise UserError(f"{run} is not a run folder (no run.json)")
@@ -157,7 +157,7 @@ def _check_format(recipe_class: type[Recipe], file_format: str) -> None:
 def _read_checkpoint(
     run: Path, step: str | None, identity: dict[str, Any], weights: str
 ) -> tuple[Path, dict[str, Tensor], bool]:
-    """The checkpoint to export, its weights by name, and whether they are the moving average.
+    """Returns the checkpoint to export, its weights by name, and whether they are the moving average.
 
     A run that is still training deletes old checkpoints. If it deletes this one while it is being read, reads the
     newest one instead.
@@ -195,9 +195,9 @@ def _weights_of(checkpoint: Path, weights: str) -> tuple[dict[str, Tensor], bool
 
 
 def _share_saved(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Gives weights on the meta device the tensors of the checkpoint themselves, so that memory holds them only once.
+    """Replaces weights on the meta device by the checkpoint's tensors, so that memory holds them only once.
 
-    A weight that several modules share is left on meta, and so is one with another shape or dtype in the checkpoint.
+    A weight stays on meta if several modules share it, or if its shape or dtype differs in the checkpoint.
     """
     uses = Counter(id(weight) for module in model.modules() for weight in module._parameters.values())
     for name, parameter in list(model.named_parameters()):
@@ -216,13 +216,13 @@ class _SavedWeights:
         self._state, self._initial = state, initial
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """The rows from start to stop - 1 of a weight."""
+        """Returns the rows from start to stop - 1 of a weight."""
         saved = self._state.get(name)
         return self._initial.rows(name, start, stop) if saved is None else saved[start:stop]
 
 
 def _recipe_in(record: dict[str, Any], run: Path) -> str:
-    """The reference of the recipe in run.json."""
+    """Returns the reference of the recipe in run.json."""
     reference = record.get("recipe_from")
     if not isinstance(reference, str):
         raise UserError(f"{run}: run.json does not name the file of {record['recipe']}; pass --recipe file.py:Class")
@@ -236,7 +236,7 @@ def _recipe_in(record: dict[str, Any], run: Path) -> str:
 
 
 def _module_paths(name: str) -> Iterator[Path]:
-    """The paths at which Python would look for a recipe's file, or for a module and its packages."""
+    """Yields the paths at which Python would look for a recipe's file, or for a module and its packages."""
     yield Path(name)
     parts = name.split(".")
     for folder in {*sys.path, "", os.getcwd()}:
@@ -246,7 +246,7 @@ def _module_paths(name: str) -> Iterator[Path]:
 
 
 def _find(run: Path, step: str | None, identity: dict[str, Any]) -> Path:
-    """The checkpoint to export, which must be valid; `step` is a number, "best" or "newest" (as is None)."""
+    """Returns the checkpoint to export, which must be valid. `step` is a number, "best", or "newest" (the default)."""
     checkpoints = run / "checkpoints"
     if step in (None, "newest"):
         path, skipped = newest_valid(checkpoints, identity)

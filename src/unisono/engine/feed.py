@@ -50,7 +50,7 @@ class Feed:
         self._loader = self._read(self._cursor(plan), self._settings)
 
     def for_trial(self, plan: BatchPlan) -> Loader | ResidentLoader:
-        """A separate loader of the micro-batches that need the most memory under the plan."""
+        """Returns a separate loader of the micro-batches that need the most memory under the plan."""
         return self._read(self._cursor(plan, TrialCursor), replace(self._settings, num_workers=0))
 
     @property
@@ -59,7 +59,7 @@ class Feed:
         return self._data
 
     def most_at_once(self, plan: BatchPlan) -> int:
-        """The size of the next step's largest micro-batch per device, the same on every rank."""
+        """Returns the size of the next step's largest micro-batch per device, the same on every rank."""
         return -(-self._cursor(plan).most_at_once() // len(self._placement.devices))
 
     @property

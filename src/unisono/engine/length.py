@@ -61,7 +61,7 @@ class Length:
 
     @classmethod
     def of(cls, settings: Settings, num_samples: int, state: TrainState, *, whole_epochs: bool = False) -> Length:
-        """The length that max_steps or num_epochs sets, whichever ends the run first.
+        """Returns the length that max_steps or num_epochs sets, whichever ends the run first.
 
         Steps are counted from the current state, because an extended run may contain a smaller batch at its former end.
         """
@@ -76,7 +76,7 @@ class Length:
         return cls(samples, state.step + strides.between(state.samples, samples))
 
     def remarks(self, settings: Settings, done: int, explicit: Callable[[str], bool] = lambda name: True) -> list[str]:
-        """Notes on settings that have no effect with this length, for a run that has done `done` steps.
+        """Returns notes on settings that have no effect with this length, for a run that has done `done` steps.
 
         `explicit(name)` tells whether the user has set the setting.
         """

@@ -33,7 +33,7 @@ TOO_LARGE = "previews_left_out.json"
 
 
 class PreviewSkipped(Exception):
-    """A rank ran out of memory while it drew a preview; all ranks raise this."""
+    """Raised on all ranks if any rank ran out of memory while it drew a preview."""
 
     def __init__(self, rank: int, why: str) -> None:
         super().__init__(why)
@@ -61,7 +61,7 @@ class Drawing:
         return drawn
 
     def over_ranks(self, function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
-        """[function(item) for item in items], each computed on one rank (or context group); all ranks get all results.
+        """Returns [function(item) for item in items] on all ranks; one rank or context group computes each item.
 
         If a forward pass needs all ranks, every rank makes the same number of calls; some repeat a call and discard the
         result.
@@ -80,14 +80,14 @@ class Drawing:
         return [gathered[number % world][number] for number in range(len(items))]
 
     def _unless_out_of_memory(self, compute: Callable[[], Any]) -> tuple[Any, str | None]:
-        """The result of `compute`, or the allocator's error message."""
+        """Returns the result of `compute`, or the allocator's error message."""
         try:
             return compute(), None
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             failure = in_one_line(error)
-        # Done after the except block, which has freed the frames that held the tensors.
+        # Empty the cache only here: inside the except block, the exception's frames still hold the tensors.
         if self._placement.device.type == "cuda":
             torch.cuda.empty_cache()
         if self._needs_all_ranks:
@@ -105,7 +105,7 @@ class Drawing:
 
 
 def _earlier_failure(run_folder: Path) -> tuple[int, str] | None:
-    """The rank on which previews did not fit in an earlier attempt, and the reason; None if there was none."""
+    """Returns the rank on which previews did not fit in an earlier attempt, and the reason; None if there was none."""
     file = run_folder / TOO_LARGE
     try:
         note = read_json(file)
@@ -147,14 +147,14 @@ def _write(path: Path, name: str, value: Any) -> None:
 def draw_preview(run: TrainingRun, step: int, recorder: Recorder) -> None:
     """Draws the preview of step `step` on all ranks; skips one that does not fit into memory."""
     recipe, strategy, settings, folder = run.components.recipe, run.components.strategy, run.settings, run.folder
-    # Uses the same seed on all ranks: with a sharded model, all ranks must make the same number of forward passes.
+    # Use the same seed on all ranks: with a sharded model, all ranks must make the same number of forward passes.
     seed_everything(key_of(Purpose.PREVIEW, settings.run.seed, step), strategy.placement.devices)
     needs_all_ranks = strategy.sharded or strategy.placement.context > 1
     drawing = Drawing(strategy.placement, needs_all_ranks, run.rank.agreement, folder.path)
     recipe._over_ranks = drawing.over_ranks
     drawn: Mapping[str, Any] | None = None
     try:
-        # Uses autocast as in training: 16-bit weights (frozen or gathered) need 16-bit inputs.
+        # Use autocast as in training: 16-bit weights (frozen or gathered) need 16-bit inputs.
         computing = autocast(strategy.placement.device, settings.precision)
         with recorder.message_if_slow(f"step {step}: drawing a preview"), strategy.evaluating(), computing:
             drawn = drawing.run(lambda: strategy.infer(lambda model: recipe.preview(model, step)))

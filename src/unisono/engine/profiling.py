@@ -34,7 +34,7 @@ _WARM_UP, _RECORDING = 3, 5  # steps before the profile; further ones in which C
 
 
 def make_recorder(run: TrainingRun, open_folder: Callable[[], None]) -> Recorder:
-    """The recorder of a run: with a profile if `--profile` is set."""
+    """Returns the recorder of a run: with a profile if `--profile` is set."""
     spec = parse_profile(run.settings.observe.profile)
     return Recorder(run, open_folder) if spec is None else ProfilingRecorder(run, open_folder, spec)
 
@@ -55,7 +55,7 @@ class ProfilingRecorder(Recorder):
         self._where = ""
 
     def step(self) -> AbstractContextManager[Any]:
-        """A context that times an optimizer step, and profiles it if it is one of those."""
+        """A context that times an optimizer step, and profiles it if it is one of the steps to profile."""
         number = self._state.step + 1
         if self._session is None and number == self._first:
             self._start()
@@ -71,7 +71,7 @@ class ProfilingRecorder(Recorder):
             yield micro
 
     def add_step(self, report: StepReport) -> None:
-        """Stores the report of a step; the one of the last profiled step completes the profile."""
+        """Stores the report of a step; the report of the last profiled step completes the profile."""
         super().add_step(report)
         self._comm_s = {step: wait for step, wait in self._comm_s.items() if step >= self._first}
         self._comm_s[report.step] = report.comm_seconds
@@ -79,12 +79,12 @@ class ProfilingRecorder(Recorder):
             self._write_if_complete(report.step)
 
     def first_step_done(self) -> None:
-        """Opens the run folder on its first call; a profile of the first step alone has waited for that."""
+        """On its first call, opens the run folder, and writes the profile if only the first step was profiled."""
         super().first_step_done()
         self._write_if_complete(max(self._comm_s, default=0))
 
     def close(self) -> None:
-        """Writes a profile that the end of the run cut short, and names the folder."""
+        """Writes the profile if the run ended before its last profiled step, and prints the folder's path."""
         if self._running:
             self._stop(self._state.step)
         if self._session is not None and self._stopped_after:
@@ -158,7 +158,7 @@ class ProfilingRecorder(Recorder):
             self._write(together=True)
 
     def _write(self, *, together: bool) -> None:
-        """Writes the files of this rank, and on the main rank the summary; with `together`, that of all ranks."""
+        """Writes this rank's files and, on the main rank, the summary (of all ranks, with `together`)."""
         assert self._session is not None
         session, self._session, last = self._session, None, self._stopped_after
         self._last = last
@@ -247,7 +247,7 @@ class _PhaseMarks(Injector):
 
 
 def first_step(spec: ProfileSpec, run: TrainingRun) -> int:
-    """The first step to profile: the user's, or one after the warm-up, or earlier in a run that is too short."""
+    """Returns the first step to profile: the user's choice, or a step after the warm-up, earlier in a short run."""
     if spec.start is not None:
         return spec.start
     done, guarded = run.start_step, max(0, run.settings.batch.guard_steps)

@@ -173,7 +173,7 @@ class Recipe:
 
     @classmethod
     def presets(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Defaults that depend on other settings, e.g. on a model's name; values that the user sets win."""
+        """Returns defaults that depend on other settings, e.g. on a model's name; the user's values take precedence."""
         return {}
 
     def check_settings(self, settings: Settings) -> None:
@@ -183,7 +183,7 @@ class Recipe:
         """
 
     def metric_names(self) -> Collection[str] | None:
-        """Names of the scalar metrics of an evaluation; empty if there is no evaluation data, None if unknown.
+        """Returns the names of the scalar metrics of an evaluation; empty without evaluation data, None if unknown.
 
         With the names, the engine rejects a wrong best_metric before prepare().
         """
@@ -205,7 +205,7 @@ class Recipe:
     """Whether no step has samples of two epochs, so that the last step of an epoch may be smaller than the others."""
 
     def learning_rate(self, step: int) -> float | Sequence[float] | None:
-        """The learning rate of step `step`, counted from 0; None for the schedule in the settings.
+        """Returns the learning rate of step `step`, counted from 0; None for the schedule in the settings.
 
         A single number is the rate of the optimizer's first parameter group, and the other groups keep their ratio to
         it; a sequence contains one number per group. The rate must depend only on `step` and on what remember() stores.
@@ -214,14 +214,14 @@ class Recipe:
         return None
 
     def remember(self) -> Any:
-        """The recipe's own state: a JSON value that every checkpoint stores, for recall() after a resume."""
+        """Returns the recipe's own state: a JSON value that every checkpoint stores, for recall() after a resume."""
         return None
 
     def recall(self, remembered: Any) -> None:
         """Restores the value that remember() returned; it comes from a file, so check it."""
 
     def model(self) -> nn.Module:
-        """The module to train, on the CPU or on the meta device. It may hold several modules.
+        """Returns the module to train, on the CPU or on the meta device. It may hold several modules.
 
         With several ranks and a model of more than 64 MiB, only rank 0 builds the model on the CPU; the other ranks
         call model() with meta as torch's default device. If that fails, they call it again and build it on the CPU too.
@@ -229,7 +229,7 @@ class Recipe:
         raise NotImplementedError
 
     def groups(self) -> Sequence[Group]:
-        """Groups of weights that are trained in turn, in this order: a generator and its critic. None by default.
+        """Returns the groups of weights to train in turn, such as a generator and its critic; by default no groups.
 
         Each step computes loss() for one group, `self.group`, and updates only its weights; gradients still flow
         through the others. Every trainable weight must be in one group. Groups must depend on the settings only.
@@ -237,7 +237,7 @@ class Recipe:
         return ()
 
     def weights(self, model: nn.Module) -> Weights | None:
-        """The initial weights of a model that model() built on meta; None lets its modules initialise themselves.
+        """Returns the initial weights of a model that is on meta; with None, its modules initialise themselves.
 
         A sharded strategy reads only the rows of its shards, so no process holds the whole model. Checkpoints then do
         not store weights that are not trained, even if model() has read them from files itself.
@@ -245,18 +245,18 @@ class Recipe:
         return None
 
     def full_precision(self, model: nn.Module) -> Sequence[str]:
-        """Names of weights that are never cast to 16-bit; they should be few and small."""
+        """Returns the names of weights that are never cast to 16-bit; they should be few and small."""
         return ()
 
     def frozen_linears(self, part: str, module: nn.Module) -> Sequence[str] | None:
-        """Names of the frozen linear layers that base_precision converts; None: all in repeated blocks.
+        """Returns the names of the frozen linear layers that base_precision converts; None: all in repeated blocks.
 
         `part` is "model" for the module of model(), otherwise a name in frozen().
         """
         return None
 
     def dataset(self, split: str) -> Dataset[Any] | None:
-        """The map-style dataset of the split "train" or "eval"; None for "eval" if there is no evaluation data.
+        """Returns the map-style dataset of the split "train" or "eval"; None for "eval" if there is no evaluation data.
 
         A dataset with samples of different shapes defines `shape(index)`, which returns any hashable value; each batch
         then has samples of one shape. It may define `cost(index)`, the relative work and memory of a sample; by default
@@ -265,7 +265,7 @@ class Recipe:
         raise NotImplementedError
 
     def example(self) -> Any | None:
-        """A sample like those of dataset("train"), of the largest shape, made from the settings without reading data.
+        """Returns a sample like those of dataset("train"), of the largest shape, made without reading data.
 
         Its tensors may be on the meta device. `--fit` with `--print_config` predicts memory with it; with None it reads
         a sample of dataset("train"), which then must work without prepare().
@@ -279,7 +279,7 @@ class Recipe:
         return default_collate(items)
 
     def loss(self, model: nn.Module, batch: Any, noise: Noise) -> Loss:
-        """The loss of a batch, as a sum over items and their count."""
+        """Returns the loss of a batch, as a sum over items and their count."""
         raise NotImplementedError
 
     @property
@@ -296,18 +296,18 @@ class Recipe:
         return False
 
     def embed(self, model: nn.Module, batch: Any, noise: Noise) -> Mapping[str, Tensor]:
-        """The embeddings that couple() compares: tensors with one row per sample of the batch."""
+        """Returns the embeddings that couple() compares: tensors with one row per sample of the batch."""
         raise NotImplementedError
 
     def couple(self, rows: Mapping[str, Tensor]) -> Loss:
-        """The loss of a whole global batch, from the rows of all its samples in sample order.
+        """Returns the loss of a whole global batch, from the rows of all its samples in sample order.
 
         Every rank computes it. It has no access to the model: weights take effect only through embed().
         """
         return self.couple_rows(rows, 0, len(next(iter(rows.values()))))
 
     def couple_rows(self, rows: Mapping[str, Tensor], start: int, stop: int) -> Loss:
-        """The part of the loss that belongs to the rows start to stop, compared with all rows; replaces couple().
+        """Returns the part of the loss for the rows start to stop, compared with all rows; replaces couple().
 
         Total, count and metrics of the parts must add up to those of all rows. Each rank then computes only its share
         of the rows, at most a micro-batch at a time. The matrix of B samples on N ranks has at most B / N x B elements,
@@ -316,10 +316,10 @@ class Recipe:
         raise NotImplementedError
 
     def flops(self, batch: Any) -> float | None:
-        """Floating-point operations of forward and backward of a batch, without recomputation; None: torch counts them.
+        """Returns the floating-point operations of forward and backward of a batch; None: torch counts them.
 
         It may depend on the shapes of the batch only. Define it if the model launches kernels of its own or is
-        compiled: the engine counts PyTorch's operations only. A multiply-add counts as two operations.
+        compiled: the engine counts PyTorch's operations only. A multiply-add is two operations; recomputation is none.
         """
         return None
 
@@ -331,14 +331,14 @@ class Recipe:
         return None
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module] | None:
-        """The repeated blocks, to be sharded, compiled and recomputed one by one; None lets the engine find them."""
+        """Returns the repeated blocks, which are sharded, compiled and recomputed one by one; None: found by class."""
         return None
 
     def before_evaluation(self, model: nn.Module) -> None:
         """Called on every rank before the first batch of an evaluation, e.g. to embed all queries."""
 
     def evaluate(self, model: nn.Module, batch: Any, noise: Noise) -> Mapping[str, Any]:
-        """Metrics of an evaluation batch as (sum, count) pairs or torchmetrics objects; by default those of loss().
+        """Returns an evaluation batch's metrics as (sum, count) pairs or torchmetrics objects; by default loss()'s.
 
         Sum and count may be one-dimensional tensors: the metric is then a curve. A torchmetrics object that computes a
         mapping yields one metric per key. In a recipe with groups(), the default is each group's loss and metrics, as
@@ -355,11 +355,11 @@ class Recipe:
         return metrics
 
     def frozen(self) -> Mapping[str, nn.Module]:
-        """Modules that are used but not trained (a teacher, a VAE); the engine moves them to the device."""
+        """Returns modules that are used but not trained (a teacher, a VAE); the engine moves them to the device."""
         return {}
 
     def sharded(self) -> Mapping[str, tuple[Weights, Sequence[str]]]:
-        """The modules of frozen() that are on the meta device and are to be sharded across ranks.
+        """Returns the modules of frozen() that are on the meta device and are to be sharded across ranks.
 
         Maps a module's name to the source of its weights and the names of weights that every rank holds whole, in
         their own dtype. Each rank holds a shard and gathers each block when it computes with it.
@@ -367,7 +367,7 @@ class Recipe:
         return {}
 
     def preview(self, model: nn.Module, step: int) -> Mapping[str, Any] | None:
-        """Previews of the model during training: file name -> image, figure, text or bytes.
+        """Draws previews of the model during training; returns file name -> image, figure, text or bytes.
 
         Every rank calls it, because a sharded model needs all ranks; the main rank writes the files to previews/.
         """
@@ -383,7 +383,7 @@ class Recipe:
     """Names of the formats that export() can write, for `unisono export --format`; empty if there is only one."""
 
     export_format: str | None = None
-    """The chosen one of `export_formats`, set before export() is called; None: the recipe decides."""
+    """The format to write, one of `export_formats`, set before export() is called; None: the recipe decides."""
 
     def export(self, model: nn.Module, folder: Path) -> None:
         """Writes the trained weights in the ecosystem's format; by default one safetensors file."""
@@ -393,6 +393,6 @@ class Recipe:
 
 
 def _measured(loss: Loss) -> dict[str, Any]:
-    """A loss and its metrics as (sum, count) pairs."""
+    """Returns a loss and its metrics as (sum, count) pairs."""
     own = {name: value if isinstance(value, tuple) else (value, loss.count) for name, value in loss.metrics.items()}
     return {"loss": (loss.total, loss.count), **own}

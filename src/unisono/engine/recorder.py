@@ -164,7 +164,7 @@ class Recorder:
         return record
 
     def _device_numbers(self, timing: Mapping[str, float]) -> dict[str, float]:
-        """This rank's measurements since the last record: compute time, utilization and power of its device."""
+        """Returns this rank's measurements since the last record: compute time, utilization and power of its device."""
         numbers = dict(timing)
         if "comm_ms" in timing:
             compute = timing["step_ms"] - timing["data_wait_ms"] - timing["comm_ms"]

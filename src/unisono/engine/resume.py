@@ -44,7 +44,7 @@ class ChosenCheckpoint:
 
 
 def tensors_of(components: Components) -> dict[str, Tensor]:
-    """Every tensor that a checkpoint stores, by its name there."""
+    """Returns every tensor that a checkpoint stores, by its name there."""
     strategy, groups = components.strategy, components.groups
     tensors = {f"model.{name}": tensor for name, tensor in strategy.tensors().items()}
     for group in groups:
@@ -77,7 +77,7 @@ def remembered_by(recipe: Recipe) -> Any:
 
 
 def extra_of(components: Components) -> dict[str, Any]:
-    """Everything else that a checkpoint stores, as JSON."""
+    """Returns everything else that a checkpoint stores, as JSON."""
     plain: dict[str, Any] = {}
     for group in components.groups:
         group.state.loss_scale = group.scale.to_json() if group.scale is not None else None
@@ -88,7 +88,7 @@ def extra_of(components: Components) -> dict[str, Any]:
 
 
 def _optimizer_class(components: Components) -> str | dict[str, str]:
-    """The class of the optimizer, or those of the groups by name."""
+    """Returns the class of the optimizer, or those of the groups by name."""
     if components.groups[0].declared is None:
         return components.groups[0].optimizer.class_name
     return {group.name: group.optimizer.class_name for group in components.groups}
@@ -137,7 +137,7 @@ def find_checkpoint(
 
 
 def run_id(record: Mapping[str, Any] | None, folder: Path, checkpoint: Path | None) -> str:
-    """The id of the run in a folder: from run.json, else (if that was lost) from its checkpoint, else a new one.
+    """Returns the id of the run in a folder: from run.json, or from its checkpoint if run.json is lost, or a new id.
 
     The id distinguishes the run's checkpoints from those of other runs of the same recipe.
     """
@@ -150,12 +150,12 @@ def run_id(record: Mapping[str, Any] | None, folder: Path, checkpoint: Path | No
 def newest_usable(
     folder: Path, identity: Mapping[str, Any], checks: FileChecks
 ) -> tuple[Path | None, list[tuple[Path, str]]]:
-    """The newest valid checkpoint of a run, and (path, reason) of each newer checkpoint that was skipped."""
+    """Returns the newest valid checkpoint of a run, and (path, reason) of each newer checkpoint that was skipped."""
     return newest_valid(folder, identity, lambda path: why_unusable(path, checks.contents), damage=checks.damage)
 
 
 def named_checkpoint(path: Path, identity: dict[str, Any], checks: FileChecks | None = None) -> Path:
-    """The checkpoint at a path that the user named: the path itself, or the newest one in that folder or run."""
+    """Returns the checkpoint at a path that the user named: the path itself, or the newest in that folder or run."""
     checks = checks or FileChecks.local()
     if is_pickle(path):
         raise UserError(
@@ -178,7 +178,7 @@ def named_checkpoint(path: Path, identity: dict[str, Any], checks: FileChecks | 
 
 
 def why_unusable(path: Path, contents: Callable[[Path], Contents]) -> str | None:
-    """The reason why a run cannot resume from a checkpoint whose files are undamaged; None if it can."""
+    """Returns the reason why a run cannot resume from a checkpoint whose files are undamaged; None if it can."""
     try:
         read_state(path)
         contents(path)
@@ -188,7 +188,7 @@ def why_unusable(path: Path, contents: Callable[[Path], Contents]) -> str | None
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Everything in a checkpoint besides tensors; CheckpointError if it is not the state of a run at that step."""
+    """Returns everything in a checkpoint besides tensors; CheckpointError if it is not a run's state at that step."""
     extra = read_extra(path)
     state, _ = _state_in(extra)
     if state.step != (step := read_manifest(path).step):
@@ -197,7 +197,7 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def _state_in(extra: Mapping[str, Any]) -> tuple[TrainState, dict[str, dict[str, Any]]]:
-    """The training state, and the optimizer state that is not in tensors."""
+    """Returns the training state, and the optimizer state that is not in tensors."""
     try:
         state, optimizer = TrainState.from_json(extra.get("state")), extra.get("optimizer")
     except CheckpointError as error:
@@ -208,7 +208,7 @@ def _state_in(extra: Mapping[str, Any]) -> tuple[TrainState, dict[str, dict[str,
 
 
 def why_incompatible(contents: Contents, components: Components) -> str | None:
-    """The reason why a checkpoint does not fit the model, by its file headers and its state; None if it fits."""
+    """Returns why a checkpoint does not fit the model, according to its file headers and state; None if it fits."""
     try:
         extra = read_state(contents.path)
         if _state_in(extra)[0].global_batch != components.state.global_batch:
@@ -266,14 +266,14 @@ class _Targets:
             if names and not names & everything.keys():
                 self.without_average.append(group)
                 self.tensors = {name: tensor for name, tensor in self.tensors.items() if name not in names}
-        # An average that was disabled after this checkpoint.
+        # Ignore the tensors of an average that was disabled after this checkpoint.
         disabled = {f"ema.{name}" for name, _ in components.strategy.parameters} - averaged
         self.unused = {name for name in everything if name in disabled or (name.startswith("ema.") and not averaged)}
         self.saved = {name: shape for name, shape in everything.items() if name not in self.unused}
 
 
 def _check_rhythm(path: Path, state: TrainState, components: Components) -> None:
-    """Rejects a checkpoint of other groups, or with other numbers of steps, from which follows whose turn it is."""
+    """Rejects a checkpoint whose groups, or whose numbers of steps per group, differ from this run's."""
     saved = {name: group.steps for name, group in state.groups.items()}
     here = {name: group.steps for name, group in components.state.groups.items()}
     if list(saved.items()) != list(here.items()):
@@ -324,7 +324,7 @@ def _missing_optimizer_state(
     present: Collection[str],
     optimizer: OptimizerWrapper,
 ) -> dict[tuple[str, str], Tensor]:
-    """Empty tensors for saved optimizer state that this optimizer would create only in its first step."""
+    """Returns empty tensors for saved optimizer state that this optimizer would create only in its first step."""
     parameters = {name: parameter for name, parameter in strategy.parameters if optimizer.is_of(parameter)}
     targets = {}
     for key, (shape, dtype) in saved.items():

@@ -52,7 +52,7 @@ class TrainState:
     groups: dict[str, GroupState] = field(default_factory=dict)  # by name; empty if the recipe has no groups
 
     def to_json(self) -> dict[str, Any]:
-        """The state as a JSON value."""
+        """Returns the state as a JSON value."""
         data = asdict(self)
         for name in ("groups", "blocks"):  # as in checkpoints of earlier versions
             if not data[name]:
@@ -94,7 +94,7 @@ class TrainState:
 def _group_from_json(name: str, data: Any) -> GroupState:
     hints = get_type_hints(GroupState)
     if not isinstance(data, dict) or data.keys() != hints.keys():
-        raise CheckpointError(f"the state of the group {_short(name)} is not one of this version")
+        raise CheckpointError(f"the state of the group {_short(name)} does not match this version of unisono")
     for member, value in data.items():
         lacks = isinstance(value, dict) and not _MEMBERS.get(member, set()) <= value.keys()
         if lacks or not _is_a(value, hints[member]) or (member in _OF_GROUP and value < (member == "steps")):

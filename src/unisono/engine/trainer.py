@@ -221,7 +221,7 @@ class Trainer:
         self._feed.begin(self._sizer.plan)
 
     def _next_attempt(self, error: OutOfMemoryHere) -> UnisonoError:
-        """The exception to raise if only a restart helps; stores a smaller micro-batch for the next attempt."""
+        """Returns the exception to raise if only a restart helps; stores a smaller micro-batch for the next attempt."""
         rank, step = self.components.strategy.placement.rank, self.state.step + 1
         if (size := self._sizer.leave_for_next_attempt(self._feed.most_at_once(self._sizer.plan))) is None:
             return self._does_not_fit(rank, str(error))
@@ -238,7 +238,7 @@ class Trainer:
     def _find_micro_batch(self) -> None:
         """Finds a micro-batch that fits on every device, before the first step, where a failure costs nothing yet.
 
-        With --micro_batch auto, the largest. Under fsdp, which cannot repeat a step, it halves the size until it fits.
+        With --micro_batch auto, finds the largest. Under fsdp, without repeatable steps, halves the size until it fits.
         """
         strategy, size = self.components.strategy, self._sizer.plan.micro_batch
         searches = self.settings.batch.micro_batch == "auto" and not self.state.micro_batch

@@ -30,7 +30,7 @@ class Work:
     """Whether progress() draws a bar on this process's stderr; else it sends plain lines to message()."""
 
     def meet(self) -> bool:
-        """A barrier: waits for all processes. Returns True if the run is stopping; then return from prepare()."""
+        """Waits for all processes (a barrier). Returns True if the run is stopping; then return from prepare()."""
         return any(self.gather(self.stopping))
 
     def gather(self, value: Any) -> list[Any]:
@@ -61,9 +61,9 @@ class Work:
         return self._asked_to_stop()
 
     def share(self, items: Sequence[Any]) -> Sequence[Any]:
-        """This process's share of the items; across all processes, each item occurs once."""
+        """Returns this process's share of the items; across all processes, each item occurs once."""
         return items[self._part :: self._parts]
 
     def largest_share(self, items: Sequence[Any]) -> int:
-        """The size of the largest share, for work that all processes must do the same number of times."""
+        """Returns the size of the largest share, for work that all processes must do the same number of times."""
         return -(-len(items) // self._parts)

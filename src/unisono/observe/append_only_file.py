@@ -88,7 +88,7 @@ class AppendOnlyFile:
         if self._file is None:
             if not self._lines:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
-            # Keeps the file open, because NFS flushes at every close.
+            # Keep the file open, because NFS flushes at every close.
             self._file = open_regular(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
         return self._file
 
@@ -116,7 +116,7 @@ class AppendOnlyFile:
         elif self._lines and _ends_in_partial_line(file):
             data = b"\n" + data
         while data:
-            # Makes a single unbuffered write in append mode, so that lines of two processes do not mix. If the disk is
+            # Make a single unbuffered write in append mode, so that lines of two processes do not mix. If the disk is
             # almost full, the call writes only a part of the data.
             written = file.write(data)
             data = data[written or 0 :]

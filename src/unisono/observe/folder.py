@@ -47,7 +47,7 @@ def check_writable(path: str | Path) -> None:
     probe: str | None = None
     subject = f"output_dir {path}"
     try:
-        # Tries to write, because os.access returns True for root, on a read-only mount and on a full disk.
+        # Try to write, because os.access returns True for root, on a read-only mount and on a full disk.
         probe = tempfile.mkdtemp(prefix=".unisono-", dir=nearest)
         inside = Path(probe, target.relative_to(nearest))
         inside.mkdir(parents=True, exist_ok=True)

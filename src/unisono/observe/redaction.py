@@ -1,8 +1,8 @@
 """Replaces secrets in settings and messages, so that neither run.json nor a tracker stores them.
 
-A setting is a secret if its name says so (`api_key`, `hub_token`, `password`), and so is the user information of an
-address (`https://user:password@host`), the value of an environment variable with such a name (`WANDB_API_KEY`), and a
-text in the format of a well-known access token.
+Four kinds of text are secrets: settings whose names say so (`api_key`, `hub_token`, `password`), the user information
+of a URL (`https://user:password@host`), the values of environment variables with such names (`WANDB_API_KEY`), and
+texts in the format of well-known access tokens.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How long a run takes to stop with a checkpoint, from what it or a similar run has recorded.
+"""Estimates how long a run takes to stop with a checkpoint, from the records of this run or of a similar one.
 
 A scheduler warns a run before it ends it. When the warning comes, the run finishes its step, waits for a save that may
 be in progress, and saves again.
@@ -19,7 +19,7 @@ _LEAST_S, _RESERVE_S, _MULTIPLE_S = 60, 30, 10
 
 
 def seconds_to_stop(run: Path) -> int | None:
-    """The longest step and twice the longest save of a run, with a reserve; None if the run has saved nothing."""
+    """Returns a run's longest step plus twice its longest save, with a reserve; None if the run has saved nothing."""
     saves = _numbers((each for each in JsonLines(run / EVENTS) if each.get("kind") == "save"), "seconds")
     if not saves:
         return None
@@ -32,7 +32,7 @@ def measured_seconds(run: Path) -> int:
     """Like `seconds_to_stop`, for a run that the user names; raises UserError if it has saved nothing."""
     seconds = seconds_to_stop(run)
     if seconds is None:
-        raise UserError(f"--like {run}: it is no run folder, or the run has saved no checkpoint")
+        raise UserError(f"--like {run}: it is not a run folder, or the run has saved no checkpoint")
     return seconds
 
 

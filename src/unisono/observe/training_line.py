@@ -11,7 +11,7 @@ from unisono.formatting import format_duration, format_rate
 from unisono.observe.status_line import StatusLine, status_line
 
 SHOWN_ELSEWHERE = "UNISONO_SHOWN_ELSEWHERE"
-"""Environment variable: something else shows the progress (a notebook), so no line is printed per logged step."""
+"""Environment variable, set if something else (a notebook) shows the progress; no line is then printed per step."""
 _DRAW_S = 0.1
 _HISTORY_S = 1.0
 

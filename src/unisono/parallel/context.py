@@ -78,7 +78,7 @@ class Context:
         return Tokens(number, self.size, self.rank, None if self.size == 1 else self._group)
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum of the tensors of all ranks of the group, on each of them."""
+        """Returns the sum of the tensors of all ranks of the group, on each of them."""
         if self.size == 1:
             return tensor
         return _Summed.apply(tensor, self._group)  # type: ignore[no-any-return, no-untyped-call]
@@ -98,7 +98,7 @@ class Context:
 
 
 def make_context(rank: int, world: int, size: int) -> Context:
-    """The context of this rank; all ranks of the world must call it."""
+    """Returns the context of this rank; all ranks of the world must call it."""
     if size == 1:
         return Context()
     own: dist.ProcessGroup | None = None
@@ -130,16 +130,16 @@ class Tokens:
         return sum(self.sizes[: self.rank])
 
     def split(self, tensor: Tensor, dim: int) -> Tensor:
-        """This rank's part of a tensor that is the same on all ranks of the group and has all tokens along `dim`."""
+        """Returns this rank's part of a tensor that all ranks of the group have, with all tokens along `dim`."""
         if self.size == 1:
             return tensor
         if tensor.shape[dim] != self.number:
             raise ValueError(f"expected {self.number} tokens along dimension {dim}, got {tuple(tensor.shape)}")
-        # Returns a copy, because a view would keep all tokens in memory until the model's backward pass.
+        # Return a copy, because a view would keep all tokens in memory until the model's backward pass.
         return tensor.narrow(dim, self.start, self.sizes[self.rank]).clone(memory_format=torch.contiguous_format)
 
     def gather(self, tensor: Tensor, dim: int) -> Tensor:
-        """All tokens, on every rank of the group, from each rank's part along `dim`."""
+        """Returns all tokens, on every rank of the group, from each rank's part along `dim`."""
         if self.size == 1:
             return tensor
         if tensor.shape[dim] != self.sizes[self.rank]:
@@ -150,7 +150,7 @@ class Tokens:
     def attention(
         self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool = False, attend: Attend | None = None
     ) -> Tensor:
-        """Attention of this rank's queries to the keys and values of all tokens; all are [batch, tokens, heads, width].
+        """Computes attention of this rank's queries to all tokens; all inputs are [batch, tokens, heads, width].
 
         Keys and values may have fewer heads than queries. `attend` replaces PyTorch's attention, without `causal`.
         """
@@ -187,7 +187,7 @@ class Tokens:
             if attend is not None:
                 return attend(query, key, value)
             if causal:
-                # Uses keys only up to the last one that a query of this rank sees, so that the mask aligns at its end.
+                # Use keys only up to the last one that a query of this rank sees, so that the mask aligns at its end.
                 last = self.start + query.shape[_TOKENS]
                 key, value = key[:, :last], value[:, :last]
             return _attention(query, key, value, causal)
@@ -277,7 +277,7 @@ class _Summed(torch.autograd.Function):
 def _all_to_all(
     tensor: Tensor, split: int, split_sizes: list[int], cat: int, cat_sizes: list[int], group: Any
 ) -> Tensor:
-    """Rank i gets piece i along `split`; the pieces from all ranks, of `cat_sizes`, are concatenated along `cat`."""
+    """Sends piece i along `split` to rank i, and concatenates the received pieces, of `cat_sizes`, along `cat`."""
     pieces = torch.split(tensor, split_sizes, split)
     sent = torch.cat([piece.reshape(-1) for piece in pieces])
     own = pieces[group.rank()].shape

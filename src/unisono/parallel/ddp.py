@@ -35,7 +35,7 @@ class DDP(Strategy):
         return wrapper
 
     def _make_buckets(self, wrapper: ForwardWrapper) -> list[GradientBuckets]:
-        """The buckets of all weights, or those of each group: DDP reduces what requires gradients at its creation."""
+        """Creates the buckets of all weights, or of each group: DDP reduces what requires gradients at its creation."""
 
         def buckets(*, is_synchronized: bool = False) -> GradientBuckets:
             return GradientBuckets(
@@ -61,7 +61,7 @@ class DDP(Strategy):
         return float(self.placement.world)
 
     def _is_guardable(self, wrapper: ForwardWrapper) -> bool:
-        """False if DDP must see the graph of every backward pass, or if forward passes contain collectives."""
+        """Whether DDP need not see the graph of every backward pass, and forward passes contain no collectives."""
         syncs_in_forward = self._gathers or any(isinstance(module, nn.SyncBatchNorm) for module in wrapper.modules())
         return not (self.settings.static_graph or self.settings.find_unused_parameters or syncs_in_forward)
 
@@ -112,13 +112,13 @@ class DDP(Strategy):
         self._buckets.reduce()
 
     def gradients(self) -> list[Tensor]:
-        """The averaged gradients; averages those in host memory now, because DDP does not know them."""
+        """Returns the averaged gradients; averages those in host memory now, because DDP does not know them."""
         if self._on_host is not None and self.placement.world > 1:
             self._on_host.average(self.placement.world)
         return super().gradients()
 
     def without_gradient(self) -> list[str]:
-        """Names of trained weights that the step did not use."""
+        """Returns the names of trained weights that the step did not use."""
         unused, used = self._buckets.unused, self._buckets.used
         return [
             name

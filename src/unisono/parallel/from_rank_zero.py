@@ -52,7 +52,7 @@ class FromRankZero:
         return name in self._shapes
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """The rows start..stop-1 of a weight, on the device, until the next call; all ranks request the same rows."""
+        """Returns the rows start..stop-1 of a weight, valid until the next call. All ranks request the same rows."""
         shape, dtype = self._shapes[name]
         rows = self._memory_for((stop - start, *shape[1:]), dtype)
         if (held := self._held.get(name)) is not None:
@@ -61,14 +61,14 @@ class FromRankZero:
         return rows
 
     def _memory_for(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        # Uses the same memory for every piece, because gloo's threads release tensors late, after a collective.
+        # Use the same memory for every piece, because gloo's threads release tensors late, after a collective.
         num_bytes = math.prod(shape) * dtype.itemsize
         if self._memory is None or len(self._memory) < num_bytes:
             self._memory = torch.empty(max(num_bytes, PIECE_BYTES), dtype=torch.uint8, device=self._device)
         return self._memory[:num_bytes].view(dtype).view(shape)
 
     def pieces(self, name: str, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
-        """(first row, rows) pairs that cover this rank's rows start..stop-1; every rank receives the whole weight."""
+        """Yields (first row, rows) pairs that cover this rank's rows start..stop-1. Every rank receives all rows."""
         shape, dtype = self._shapes[name]
         num_rows = shape[0] if shape else 1
         at_once = rows_at_once(shape, dtype)
@@ -92,14 +92,14 @@ class FromRankZero:
 
 
 def rows_at_once(shape: torch.Size, dtype: torch.dtype) -> int:
-    """Number of rows of a weight that are read or sent at a time."""
+    """Returns the number of rows of a weight that are read or sent at a time."""
     return max(1, PIECE_BYTES // max(1, shape[1:].numel() * dtype.itemsize))
 
 
 def take_weights(model: nn.Module) -> dict[str, Tensor]:
     """Moves the model itself to the meta device and returns its real weights by name; NotMovable if that is impossible.
 
-    Weights that are already on meta are not among them.
+    Weights that are already on meta are not returned.
     """
     taken: dict[str, Tensor] = {}
     try:

@@ -45,7 +45,7 @@ class FSDP(Strategy):
                 raise RecipeError(f"fsdp cannot shard the scalar weight {name}; give it the shape (1,), or use ddp")
             if parameter.numel() == 0:
                 raise RecipeError(f"fsdp cannot shard the weight {name}, which has no elements; remove it, or use ddp")
-        # Does not use cast_forward_inputs, because autocast chooses the types, as in other strategies. Gathered
+        # Do not use cast_forward_inputs, because autocast chooses the types, as in other strategies. Gathered
         # weights are 16-bit, and gradients are summed in float32. On the CPU weights are gathered in float32, because
         # layer norm on the CPU rejects 16-bit weights with 32-bit inputs.
         gathered = placement.compute_type if placement.device.type == "cuda" else None
@@ -63,14 +63,14 @@ class FSDP(Strategy):
                 mesh=self.shard_mesh.devices,
                 mp_policy=precision,
                 offload_policy=offload,
-                # Keeps the weights outside of blocks (the head) gathered, because the backward pass begins with them.
+                # Keep the weights outside of blocks (the head) gathered, because the backward pass begins with them.
                 reshard_after_forward=settings.fsdp_reshard_after_forward and module is not wrapper,
                 ignored_params=replicated,
             )
         self._prefetch = ForwardPrefetch(wrapper, blocks)
         for module in wrapper.modules():
             if isinstance(module, FSDPModule):
-                # A plain sum, which gloo supports too; the engine divides by the true count.
+                # Use a plain sum, which gloo also supports; the engine divides by the true count.
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
         home = torch.device("cpu") if settings.fsdp_cpu_offload else placement.device
@@ -78,7 +78,7 @@ class FSDP(Strategy):
             self._make_shards(wrapper, home)
         if settings.fsdp_cpu_offload:
             _move_buffers(wrapper, placement.device)
-            # Calls named_parameters() again, because weights that were on meta have been replaced.
+            # Call named_parameters() again, because weights that were on meta have been replaced.
             for parameter in wrapper.model.parameters():
                 if not isinstance(parameter, DTensor):  # a replicated weight
                     parameter.data = parameter.data.to(placement.device)
@@ -89,7 +89,7 @@ class FSDP(Strategy):
         """Fills the shards of a model on the meta device; each rank reads only its own rows."""
         assert self._source is not None
         shards = ((name, local_part(parameter.detach())) for name, parameter in wrapper.named_parameters())
-        # Tensors that are already real: buffers, a LoRA.
+        # Preserve tensors that are already real, such as buffers and a LoRA's weights.
         real = {name: tensor.clone() for name, tensor in (*wrapper.named_buffers(), *shards) if not tensor.is_meta}
         wrapper.to_empty(device=device)
         with torch.no_grad():
@@ -156,7 +156,7 @@ class FSDP(Strategy):
             self.wrapped.set_requires_gradient_sync(enabled)
 
     def gradients(self) -> list[Tensor]:
-        """The gradients of this rank's shards and of replicated weights, whose gradients it sums across ranks."""
+        """Returns the gradients of this rank's shards and, summed across ranks, those of replicated weights."""
         gradients = []
         for name, local in self.parameters:
             gradient = self._whole[name].grad
@@ -175,7 +175,7 @@ class FSDP(Strategy):
         return gradients
 
     def _whole_weights(self) -> Mapping[str, nn.Parameter]:
-        """The sharded parameters, from which FSDP gathers those that modules see, with the same requires_grad."""
+        """Returns the sharded parameters; the gathered parameters that modules see have the same requires_grad."""
         return self._whole
 
     def clear_gradients(self) -> None:
@@ -186,7 +186,7 @@ class FSDP(Strategy):
             local.grad = None
 
     def norm(self, tensors: list[Tensor]) -> Tensor:
-        """The norm across all ranks: sums the squares of shards, and counts replicated tensors once.
+        """Returns the norm across all ranks: sums the squares of shards, and counts replicated tensors once.
 
         All ranks take part, even if each replica could compute the norm itself: only a sum over all ranks has the same
         bits on every rank, and replicas that clip by different factors would drift apart.
@@ -202,11 +202,11 @@ class FSDP(Strategy):
         return square.sqrt()
 
     def whole_shape(self, name: str) -> torch.Size:
-        """The shape of weight `name` before sharding."""
+        """Returns the shape of weight `name` before sharding."""
         return self._whole[name].shape
 
     def row_shards(self) -> RowShards:
-        """Every weight is sharded by rows, except those in full precision."""
+        """Returns the sharding of the weights: by rows, except those in full precision."""
         whole = {id(local): self._whole[name] for name, local in self.parameters}
         shapes = {key: weight.shape for key, weight in whole.items() if isinstance(weight, DTensor)}
         mesh = self.shard_mesh
@@ -215,7 +215,7 @@ class FSDP(Strategy):
         )
 
     def as_stored(self, name: str, local: Tensor, *, by_rows: bool | None = None) -> Tensor:
-        """The shard as a DTensor, which knows its position in the whole weight."""
+        """Returns the shard as a DTensor, which knows its position in the whole weight."""
         whole = self._whole[name]
         if by_rows is None:
             by_rows = isinstance(whole, DTensor) and local.shape == whole.to_local().shape

@@ -33,7 +33,7 @@ class GradientBuckets:
         guardable: bool,
         is_synchronized: bool = False,
     ) -> None:
-        """`guardable`: a pass can be repeated. `is_synchronized`: all ranks have rank 0's weights already."""
+        """`guardable`: whether a pass can be repeated. `is_synchronized`: whether all ranks have rank 0's weights."""
         accepted = inspect.signature(DistributedDataParallel).parameters
         # begin_step broadcasts buffers. DDP would do so in its forward pass, which a rank that ran out of memory may
         # never reach. torch 2.13 renamed the option.
@@ -104,15 +104,15 @@ class GradientBuckets:
 
     @property
     def unused(self) -> set[nn.Parameter]:
-        """Weights that the first backward pass has not used; empty after it.
+        """Weights that the first backward pass has not used; empty after that pass.
 
-        Before it all weights may have a gradient of zeros, in the buckets.
+        `parameter.grad` does not show this, because the buckets may contain zeros for unused weights.
         """
         return set(self.trained).difference(self._arrivals) if self._hooks else set()
 
     @property
     def used(self) -> set[nn.Parameter]:
-        """Weights that the first backward pass has used; empty after it."""
+        """Weights that the first backward pass has used; empty after that pass."""
         return set(self._arrivals)
 
     def _touch(self, model: nn.Module) -> Tensor:

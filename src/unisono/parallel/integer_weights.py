@@ -10,7 +10,7 @@ from torch import nn
 
 @cache
 def can_shard_integers() -> bool:
-    """False for versions of torch whose fully_shard fails on integers, or casts them (pytorch#177844).
+    """Whether torch can shard integers: in some versions, fully_shard fails on them or casts them (pytorch#177844).
 
     No release notes say which versions can, and a trial would need a process group. So this function inspects torch's
     source code. If that code changes, the result is False, and integers are replicated, which always works.
@@ -25,7 +25,7 @@ def can_shard_integers() -> bool:
 
 
 def not_shardable(module: nn.Module) -> set[nn.Parameter]:
-    """The integer weights, if this version of torch cannot shard them: every rank then holds them whole."""
+    """Returns the integer weights, if this version of torch cannot shard them: every rank then holds them whole."""
     if can_shard_integers():
         return set()
     return {parameter for parameter in module.parameters() if not parameter.is_floating_point()}

@@ -24,7 +24,7 @@ class Weights(Protocol):
     """The source of the weights of a model on the meta device."""
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """The rows start..stop-1 (of the first dimension) of the weight called `name`."""
+        """Returns the rows start..stop-1 (of the first dimension) of the weight called `name`."""
 
 
 def is_on_meta(model: nn.Module) -> bool:
@@ -39,9 +39,9 @@ def fill(
     *,
     on_host: Collection[nn.Parameter] = frozenset(),
 ) -> None:
-    """Gives a model on the meta device whole weights, each on `device` as soon as it is read; its buffers must be real.
+    """Fills a model on the meta device with whole weights, each moved to `device` as it is read. Buffers must be real.
 
-    The weights in `on_host` stay in host memory. Of the others, host memory holds one piece at a time. A weight that
+    The weights in `on_host` stay in host memory. Of all others, host memory holds one piece at a time. A weight that
     several modules share is requested once, by its first name, and remains shared.
     """
     for name, parameter in list(model.named_parameters()):
@@ -79,13 +79,13 @@ def read_into(target: Tensor, name: str, weights: Weights, first_row: int = 0) -
     target = target if target.dim() else target.view(1)
     for row, rows in _pieces(weights, name, first_row, target):
         start = row - first_row
-        # Moves to the device before it casts: files often have fewer bits than the model, and GPUs cast faster.
+        # Move to the device before casting: files often have a lower precision than the model, and GPUs cast faster.
         target[start : start + len(rows)].copy_(rows.to(target.device))
         del rows  # frees the piece before memory for the next one is allocated
 
 
 def _pieces(weights: Weights, name: str, first_row: int, target: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """The requested rows of a weight as (first row, rows) pairs of limited size."""
+    """Yields the requested rows of a weight as (first row, rows) pairs of limited size."""
     last_row = first_row + len(target)
     if isinstance(weights, FromRankZero):
         if name in weights:
@@ -121,7 +121,7 @@ def materialize(model: nn.Module, seed: int) -> None:
 
 
 def _tied(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """The (module, name) pairs of each meta weight that several modules share."""
+    """Returns the (module, name) pairs of each meta weight that several modules share."""
     slots: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):

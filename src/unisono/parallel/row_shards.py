@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 def one_device(tensors: Sequence[Tensor]) -> torch.device:
-    """The device for a number that is combined with all of these tensors.
+    """Returns the device for a number that is combined with all of these tensors.
 
     With CPU offload, shards are on the CPU and replicated weights on the GPU. An operation on the GPU accepts a number
     on the CPU, but not the other way round.
@@ -41,11 +41,11 @@ class RowShards:
         return self.world > 1 and id(weight) in self.whole_shapes
 
     def whole_shape(self, weight: Tensor) -> torch.Size:
-        """The shape of the weight before sharding."""
+        """Returns the shape of the weight before sharding."""
         return self.whole_shapes.get(id(weight), weight.shape)
 
     def sum(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Each tensor summed across ranks, with a single all-reduce; pass only tensors of sharded weights."""
+        """Sums each tensor across ranks, with a single all-reduce; pass only tensors of sharded weights."""
         if self.world == 1 or not tensors:
             return list(tensors)
         flat = torch.cat([tensor.flatten() for tensor in tensors]).to(self.device)
@@ -58,7 +58,7 @@ class RowShards:
         return flat
 
     def _sum_in_fixed_order(self, flat: Tensor) -> Tensor:
-        """The sum in rank order, because the all-reduce of a library may add in another order in each replica."""
+        """Sums in rank order, because a library's all-reduce may add in a different order in each replica."""
         from_ranks = flat.new_empty(self.world * len(flat))
         dist.all_gather_into_tensor(from_ranks, flat, group=self.group)
         return from_ranks.view(self.world, -1).sum(dim=0)
@@ -66,8 +66,7 @@ class RowShards:
     def map_whole(
         self, weights: Sequence[Tensor], shards: Sequence[Tensor], compute: Callable[[Tensor], Tensor]
     ) -> list[Tensor]:
-        """Applies `compute` to each whole matrix, given this rank's rows (`shards`); returns this rank's rows of the
-        results.
+        """Applies `compute` to whole matrices, given this rank's rows in `shards`; returns this rank's result rows.
 
         Ranks take turns: rank 0 gathers and computes the first matrix, rank 1 the second, and so on, so that every
         matrix is computed once. Matrices of similar size are computed at the same time.
@@ -89,7 +88,7 @@ class RowShards:
     def _exchange(
         self, tensors: Sequence[Tensor], shapes: Sequence[torch.Size], *, gather: bool, like: Tensor | None = None
     ) -> list[Tensor]:
-        """One all-to-all: sends rows to the ranks that compute (gather), or results back to the owners of the rows."""
+        """Sends rows to the ranks that compute (`gather`), or results back to the rows' owners, in one all-to-all."""
         mine = [self._num_elements(shape, self.rank) for shape in shapes]  # this rank's rows of every matrix
         own = (
             [self._num_elements(shapes[self.rank], rank) for rank in range(self.world)]
@@ -112,7 +111,7 @@ class RowShards:
         return list(torch.split(received, mine))
 
     def _num_elements(self, shape: torch.Size, rank: int) -> int:
-        """The number of elements of a matrix in the rows of `rank`, as torch.chunk and fully_shard split them."""
+        """Returns the number of elements in `rank`'s rows of a matrix, as torch.chunk and fully_shard split it."""
         rows = -(-shape[0] // self.world)
         held = max(0, min(shape[0], (rank + 1) * rows) - rank * rows)
         return held * (shape.numel() // shape[0] if shape[0] else 0)

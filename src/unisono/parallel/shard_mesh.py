@@ -43,7 +43,7 @@ class ShardMesh:
     def devices(self) -> DeviceMesh:
         """The mesh for FSDP: all ranks in one dimension, or replicas × shards."""
         if self.num_replicas == 1:
-            # Uses the run's own process group. If that is gloo and there are GPUs, init_device_mesh would create
+            # Use the run's own process group. If that is gloo and there are GPUs, init_device_mesh would create
             # another group with a short timeout, and up to torch 2.11 with NCCL, which rejects ranks that share a GPU.
             everyone = dist.group.WORLD
             assert everyone is not None
@@ -65,7 +65,7 @@ class ShardMesh:
 
 
 def on_host(mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh with the same ranks and groups, for tensors in host memory."""
+    """Returns the mesh with the same ranks and groups, for tensors in host memory."""
     if mesh.device_type == "cpu":
         return mesh
     if mesh.ndim == 1:

@@ -71,7 +71,7 @@ class ForwardWrapper(nn.Module):
         self.model = model
 
     def forward(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        """The result of call(model, *arguments)."""
+        """Returns the result of call(model, *arguments)."""
         return call(self.model, *arguments)
 
 
@@ -148,11 +148,11 @@ class Strategy(ABC):
             self._turn = group
 
     def _whole_weights(self) -> Mapping[str, nn.Parameter]:
-        """The trained parameters of the model by name, to which `parameters` belong."""
+        """Returns the trained parameters of the model by name, to which `parameters` belong."""
         return dict(self.parameters)
 
     def _trained_now(self) -> Mapping[str, nn.Parameter]:
-        """Those that the present step trains."""
+        """The trained parameters of the model that the current step trains."""
         weights = self._whole_weights()
         return weights if self._turn is None else {name: weights[name] for name in self._groups[self._turn]}
 
@@ -192,11 +192,11 @@ class Strategy(ABC):
         """Reduces the gradients of a guarded step across ranks, once all ranks know that none failed."""
 
     def gradients(self) -> list[Tensor]:
-        """This rank's gradients of `parameters`; also attaches them to the parameters for the optimizer."""
+        """Returns this rank's gradients of `parameters`; also attaches them to the parameters for the optimizer."""
         return [parameter.grad for _, parameter in self.parameters if parameter.grad is not None]
 
     def without_gradient(self) -> list[str]:
-        """Names of trained weights that the step did not use."""
+        """Returns the names of trained weights that the step did not use."""
         return [name for name, parameter in self._trained_now().items() if parameter.grad is None]
 
     def check_dense(self) -> None:
@@ -222,18 +222,18 @@ class Strategy(ABC):
             self._on_host.forget()
 
     def norm(self, tensors: list[Tensor]) -> Tensor:
-        """The norm over the whole model of tensors that are shaped like `parameters`; equal on every rank."""
+        """Returns the norm over the whole model of tensors that are shaped like `parameters`; equal on every rank."""
         return local_norm(tensors, self.placement.device, self._on_host)
 
     def _local_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
 
     def row_shards(self) -> RowShards:
-        """The sharding of `parameters` across ranks, for optimizers whose updates are not elementwise."""
+        """Returns the sharding of `parameters` across ranks, for optimizers whose updates are not elementwise."""
         return RowShards()
 
     def tensors(self) -> dict[str, Tensor]:
-        """The model's weights and persistent buffers by name, as a checkpoint stores them."""
+        """Returns the model's weights and persistent buffers by name, as a checkpoint stores them."""
         persistent = self.model.state_dict().keys()
         buffers = {name: buffer for name, buffer in self.model.named_buffers() if name in persistent}
         trained = self._whole_weights()
@@ -246,18 +246,18 @@ class Strategy(ABC):
         return {**weights, **buffers}
 
     def whole_shape(self, name: str) -> torch.Size:
-        """The shape of weight `name` before sharding."""
+        """Returns the shape of weight `name` before sharding."""
         return dict(self.parameters)[name].shape
 
     def as_stored(self, name: str, local: Tensor, *, by_rows: bool | None = None) -> Tensor:
-        """A tensor that belongs to weight `name`, as a checkpoint stores it.
+        """Returns a tensor that belongs to weight `name`, as a checkpoint stores it.
 
         `by_rows`: whether it has a row for each of this rank's rows of the weight; by default, if the shapes are equal.
         """
         return local
 
     def weights_changed(self) -> None:  # noqa: B027 (most strategies have nothing to do)
-        """Must be called after weights were loaded or swapped with the average, but not after an optimizer step."""
+        """Refreshes copies of the weights; call it after loading or swapping weights, not after an optimizer step."""
 
     def share_buffers(self) -> None:
         """Broadcasts rank 0's buffers (batch norm statistics), so that all ranks evaluate and save the same model."""
@@ -278,7 +278,7 @@ class Strategy(ABC):
 
 
 def unused_weights(names: Sequence[str], *, sharded: bool = False) -> RecipeError:
-    """The error for trained weights without a gradient, the same on any number of ranks."""
+    """Returns the error for trained weights without a gradient, the same on any number of ranks."""
     remedy = "use ddp with find_unused_parameters" if sharded else "pass find_unused_parameters"
     return RecipeError(
         f"the loss does not use {len(names)} of the trained weights, for instance {names[0]}; use them, freeze them "
@@ -287,17 +287,17 @@ def unused_weights(names: Sequence[str], *, sharded: bool = False) -> RecipeErro
 
 
 def sparse_gradient(name: str = "a weight") -> RecipeError:
-    """The error, on any number of ranks, for a gradient that is not dense."""
+    """Returns the error for a gradient that is not dense, the same on any number of ranks."""
     return RecipeError(f"the gradient of {name} is sparse, and ranks sum dense gradients; use a dense operation")
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor; any other tensor itself."""
+    """Returns this rank's part of a sharded tensor, or a plain tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def local_norm(tensors: list[Tensor], device: torch.device, on_host: HostGradients | None = None) -> Tensor:
-    """The norm of all tensors together, as a tensor on the device, without a host sync."""
+    """Returns the norm of all tensors together, as a tensor on the device, without a host sync."""
     if not tensors:
         return torch.zeros((), device=device)
     of_each = torch._foreach_norm(tensors) if on_host is None else on_host.norms(tensors)
@@ -316,8 +316,8 @@ def cast_weights(
 ) -> None:
     """Casts floating-point weights to `dtype`; buffers (which may be complex) are cast only to float64.
 
-    Frozen weights are cast to `frozen` instead, if it is given, unless `exact` names them: they need no more bits than
-    the computation uses.
+    Frozen weights are cast to `frozen` instead, if it is given, unless `exact` names them: they need no higher
+    precision than the computation.
     """
     for prefix, module in model.named_modules():
         for short, parameter in module.named_parameters(recurse=False):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class BlocksOnHost:
-    """The blocks of a model that can wait in host memory, and how many of them do."""
+    """The blocks of a model that can be stored in host memory, and how many of them do."""
 
     movable_bytes: Sequence[int]
     """Bytes that each block takes on the device or on the host: its frozen weights, or, for blocks that are trained,

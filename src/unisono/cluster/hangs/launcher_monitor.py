@@ -40,7 +40,7 @@ class HangMonitor:
         statuses = self._tracker.update(last_beats(self._job_folder, pids))
         if hung_rank(statuses, self._limits) is None or self._tracker.clock.now < self._next_check:
             return None
-        # Takes stacks only after the heartbeats show a hang, because taking them interrupts the ranks. Inside FSDP's
+        # Take stacks only after the heartbeats show a hang, because taking them interrupts the ranks. Inside FSDP's
         # forward pass, only the stack shows which rank waits for the others.
         stacks = take_stacks(self._job_folder, pids)
         statuses = [replace(each, in_collective=is_in_collective(main_thread(stacks[each.rank]))) for each in statuses]

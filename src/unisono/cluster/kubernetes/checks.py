@@ -29,37 +29,37 @@ class Mount(NamedTuple):
 
 
 def label(option: str, text: str) -> str:
-    """A namespace (RFC 1123 label)."""
+    """Checks the name of a namespace (RFC 1123 label)."""
     _require(option, text, _LABEL, "lowercase letters, digits and -", _LONGEST_LABEL)
     return text
 
 
 def subdomain(option: str, text: str) -> str:
-    """The name of a claim, secret or class (RFC 1123 subdomain)."""
+    """Checks the name of a claim, secret or class (RFC 1123 subdomain)."""
     _require(option, text, _SUBDOMAIN, "lowercase letters, digits, - and dots", _LONGEST_SUBDOMAIN)
     return text
 
 
 def image(option: str, text: str) -> str:
-    """A reference to a container image."""
+    """Checks a reference to a container image."""
     _require(option, text, _IMAGE, "a container image such as registry/name:tag", 500)
     return text
 
 
 def num_bytes(option: str, text: str) -> str:
-    """A quantity of memory."""
+    """Checks a quantity of memory."""
     _require(option, text, _BYTES, "a quantity such as 64Gi")
     return text
 
 
 def cores(option: str, text: str) -> str:
-    """A quantity of CPU cores."""
+    """Checks a quantity of CPU cores."""
     _require(option, text, _CORES, "a number of cores such as 16 or 500m")
     return text
 
 
 def resource_name(option: str, text: str) -> str:
-    """The name of an extended resource, such as nvidia.com/gpu."""
+    """Checks the name of an extended resource, such as nvidia.com/gpu."""
     prefix, slash, _ = text.partition("/")
     if not slash or prefix == "kubernetes.io":
         raise ConfigError(f"{option}: expected a name with a domain such as nvidia.com/gpu, got {text!r}")
@@ -67,7 +67,7 @@ def resource_name(option: str, text: str) -> str:
 
 
 def key(option: str, text: str) -> str:
-    """The key of a label or taint: a name, optionally with a domain."""
+    """Checks the key of a label or taint: a name, optionally with a domain."""
     prefix, slash, name = text.rpartition("/")
     if slash:
         subdomain(option, prefix)
@@ -76,14 +76,14 @@ def key(option: str, text: str) -> str:
 
 
 def label_value(option: str, text: str) -> str:
-    """The value of a label or taint, which may be empty."""
+    """Checks the value of a label or taint, which may be empty."""
     if text:
         _require(option, text, _QUALIFIED, "a value of letters, digits, -, _ and dots", _LONGEST_LABEL)
     return text
 
 
 def variable(option: str, text: str) -> str:
-    """The name of an environment variable."""
+    """Checks the name of an environment variable."""
     _require(option, text, _VARIABLE, "NAME=VALUE", shown=text)
     return text
 
@@ -96,7 +96,7 @@ def mount(option: str, text: str, default_path: str) -> Mount:
 
 
 def folder(option: str, text: str) -> str:
-    """An absolute path of a folder in the container, other than the root and what the pod mounts itself."""
+    """Checks an absolute path of a folder in the container, other than the root and the pod's own mounts."""
     own = ("/dev", "/proc", "/sys", "/run")
     parts = text.split("/")
     plain = text.startswith("/") and text.isprintable() and not {".", ".."} & set(parts) and ":" not in text

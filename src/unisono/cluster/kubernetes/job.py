@@ -1,4 +1,4 @@
-"""Describes a run on Kubernetes: its pods, what they may use, and the command that each of them runs."""
+"""Describes a run on Kubernetes: its pods, their resources, and the command that each pod runs."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class KubernetesJob:
         return f"{self.name}-{REPLICATED_JOB}-0-0.{self.name}:{PORT}"
 
     def command(self) -> list[str]:
-        """The command of every pod, in which Kubernetes replaces the index of the pod."""
+        """Returns the command of every pod, in which Kubernetes replaces the index of the pod."""
         words = ["python3", "-P", "-m", "unisono", "train", *map(literal, self.train)]
         if self.nodes > 1:
             nnodes = f"{self.min_nodes}:{self.nodes}" if self.min_nodes not in (None, self.nodes) else str(self.nodes)

@@ -1,4 +1,4 @@
-"""Writes a run as the objects that a cluster understands.
+"""Writes the Kubernetes objects of a run.
 
 A JobSet (jobset.sigs.k8s.io) starts the pods of a run as one Indexed Job and gives each pod a DNS name through a
 headless service. A TrainJob (Kubeflow Trainer, version 2) becomes a JobSet too: its TrainingRuntime is the template of
@@ -34,7 +34,7 @@ def manifests(job: KubernetesJob, kind: Kind) -> str:
 
 
 def jobset(job: KubernetesJob) -> dict[str, Any]:
-    """The run as a JobSet."""
+    """Returns the JobSet of the run."""
     whole = {
         **container(job),
         "command": job.command(),
@@ -50,7 +50,7 @@ def jobset(job: KubernetesJob) -> dict[str, Any]:
 
 
 def training_runtime(job: KubernetesJob) -> dict[str, Any]:
-    """The template of the pods of a TrainJob."""
+    """Returns the template of the pods of a TrainJob."""
     # The label tells the Trainer whose command and variables to replace.
     trainer = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
     return {
@@ -65,7 +65,7 @@ def training_runtime(job: KubernetesJob) -> dict[str, Any]:
 
 
 def trainjob(job: KubernetesJob) -> dict[str, Any]:
-    """The run as a TrainJob."""
+    """Returns the TrainJob of the run."""
     command = job.command()
     program, arguments = command[:4], command[4:]
     if len(arguments) > _MOST_TRAINJOB_ARGUMENTS:

@@ -28,7 +28,7 @@ _STARTUP_FAILURES = 30  # half an hour until the launcher starts, because import
 
 
 def job_spec(job: KubernetesJob, container: dict[str, Any]) -> dict[str, Any]:
-    """The spec of the Job: an index for each pod, and what to do when a pod ends."""
+    """Returns the spec of the Job: an index for each pod, and what to do when a pod ends."""
     ends: list[dict[str, Any]] = [
         {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
         {"action": "Ignore", "onExitCodes": _on_exit_codes(EXIT_STOPPED, _EXIT_SIGTERM)},
@@ -46,19 +46,19 @@ def job_spec(job: KubernetesJob, container: dict[str, Any]) -> dict[str, Any]:
 
 
 def labels(job: KubernetesJob) -> dict[str, str]:
-    """The labels by which `kubectl` finds everything of this run."""
+    """Returns the labels by which `kubectl` finds everything of this run."""
     return {"app.kubernetes.io/name": "unisono", "app.kubernetes.io/instance": job.name}
 
 
 def environment(job: KubernetesJob) -> list[dict[str, str]]:
-    """The environment variables of the container."""
-    # Some libraries ask for the name of the user, which an image need not know.
+    """Returns the environment variables of the container."""
+    # Some libraries look up the name of the user, which the image may not define.
     variables = {"USER": "unisono", ALIVE_FILE: f"{_ALIVE_FOLDER}/alive", **job.environ}
     return [{"name": name, "value": literal(value)} for name, value in variables.items()]
 
 
 def resources(job: KubernetesJob) -> dict[str, dict[str, str]]:
-    """What the container may use; it reserves all of it."""
+    """Returns the limits of the container's resources, which are also its requests."""
     amounts: dict[str, str] = {}
     if job.cpus is not None:
         amounts["cpu"] = job.cpus
@@ -71,7 +71,7 @@ def resources(job: KubernetesJob) -> dict[str, dict[str, str]]:
 
 
 def container(job: KubernetesJob) -> dict[str, Any]:
-    """The container without command, variables and resources, which a TrainJob specifies apart from its runtime."""
+    """Returns the container without command, variables and resources, which a TrainJob specifies separately."""
     volumes = [{"name": f"volume-{i}", "mountPath": mount.path} for i, mount in enumerate(job.volumes)]
     spec: dict[str, Any] = {
         "name": REPLICATED_JOB,

@@ -76,7 +76,7 @@ def _remove_if_abandoned(folder: Path) -> None:
         return
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        # Checks for the marker only under the lock. A launcher that wrote a marker holds the lock until it exits.
+        # Check for the marker only under the lock. A launcher that wrote a marker holds the lock until it exits.
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.fstat(handle).st_uid == os.geteuid() and (folder / _MARKER).is_file():
             shutil.rmtree(folder, ignore_errors=True)

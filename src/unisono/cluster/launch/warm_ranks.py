@@ -32,7 +32,7 @@ from unisono.cluster.lifetime import LAUNCHER_PID
 from unisono.cluster.outcome import Outcome
 
 _POLL_S = 0.05
-_CAUSE_WAIT_S = 1.0  # seconds for other ranks to write their outcomes after one has died; one may be the cause
+_CAUSE_WAIT_S = 1.0  # seconds to wait after a rank's death, so that a rank that caused it can write its outcome
 _KILL_WAIT_S = 10.0  # seconds for killed processes to exit; a process blocked in the kernel may never do so
 
 

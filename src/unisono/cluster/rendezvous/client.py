@@ -50,7 +50,7 @@ class RendezvousConfig:
     host: str
     port: int
     join_s: float = 900.0
-    """Seconds that a machine waits for the others, at the start and after it lost its connection; 0: no limit."""
+    """Seconds that a machine waits for the others, at startup and after losing its connection; 0: no limit."""
 
 
 class RendezvousClient(RendezvousHandler):
@@ -82,11 +82,11 @@ class RendezvousClient(RendezvousHandler):
     # ---- called by torch's elastic agent ----
 
     def get_backend(self) -> str:
-        """Returns a name; torch requires one."""
+        """Returns a name for this kind of rendezvous, which torch requires."""
         return "unisono"
 
     def get_run_id(self) -> str:
-        """Returns a name; torch requires one."""
+        """Returns an id of the run, which torch requires."""
         return "unisono"
 
     @property

@@ -19,7 +19,7 @@ from unisono.quantize.weights import QuantizedWeights
 
 
 class BasePrecision:
-    """Quantises the frozen linear layers of one module after the other, and reports how much memory that saved."""
+    """Quantises the frozen linear layers of one module after the other, and reports the memory saved."""
 
     def __init__(self, recipe: Recipe, base_precision: str, placement: Placement) -> None:
         self._recipe, self._format, self._placement = recipe, base_precision, placement
@@ -45,11 +45,11 @@ class BasePrecision:
         return converted.layers
 
     def source(self, weights: Weights, layers: Sequence[str]) -> Weights:
-        """A source of weights for a module with converted `layers`; it quantises their weights as it reads them."""
+        """Returns a source of weights that quantises the weights of the converted `layers` as it reads them."""
         return QuantizedWeights(weights, layers, self._format) if layers else weights
 
     def remarks(self, *, sharded: bool) -> list[str]:
-        """Notes for the user; raises ConfigError if nothing was converted. `sharded`: the strategy shards weights."""
+        """Returns notes for the user; raises ConfigError if nothing was converted. `sharded`: fsdp shards weights."""
         if self._format == "auto":
             return []
         converted = self._converted

@@ -1,4 +1,4 @@
-"""Decides which blocks wait in host memory (`--blocks_on_host`), before any weights are loaded."""
+"""Decides which blocks are stored in host memory (`--blocks_on_host`), before any weights are loaded."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class SwapPlan:
 def plan_blocks_on_host(
     model: nn.Module, blocks: Sequence[nn.Module], settings: Settings, placement: Placement
 ) -> SwapPlan:
-    """Chooses the blocks that wait in host memory; every rank calls it.
+    """Chooses the blocks that are stored in host memory; every rank calls it.
 
     Raises ConfigError if the model has too few such blocks, or if host memory is too small.
     """
@@ -64,7 +64,7 @@ def plan_blocks_on_host(
 def movable_blocks(
     model: nn.Module, blocks: Sequence[nn.Module], settings: Settings
 ) -> tuple[list[nn.Module], BlocksOnHost]:
-    """The blocks that can wait in host memory, and their sizes.
+    """Returns the blocks that can be stored in host memory, and their sizes.
 
     If the frozen weights of the blocks take more memory than the trained ones (a LoRA), only they move to the host;
     otherwise (a full fine-tune) all weights move, with their gradients and optimizer state.
@@ -94,7 +94,7 @@ def _fewest_that_fit(model: nn.Module, sizes: BlocksOnHost, settings: Settings, 
 
 
 def _usable_memory(device: torch.device) -> float:
-    """Free memory of the device that this process may use for anything but activations."""
+    """Returns the bytes of free device memory that this process may use for everything except activations."""
     free, total = torch.cuda.mem_get_info(device)
     allowed = torch.cuda.get_per_process_memory_fraction(device) * total
     return min(free, allowed) - ROOM_FOR_ACTIVATIONS * min(total, allowed)
@@ -129,6 +129,6 @@ def _remark(sizes: BlocksOnHost, placement: Placement, *, is_auto: bool) -> str:
         return f"{name} saves no memory: {NUM_SLOTS} of them are on the device at any time; use more, or remove it"
     kind = "weights, gradients and optimizer state" if sizes.is_trained else "frozen weights"
     return (
-        f"{name}: {format_bytes(sizes.host_bytes)} of {kind} wait in host memory, which saves "
+        f"{name}: {format_bytes(sizes.host_bytes)} of {kind} are stored in host memory, which saves "
         f"{format_bytes(sizes.saved_bytes)} on the device{room}"
     )

@@ -40,7 +40,7 @@ SMALL = 64 * 2**20
 WORTH_A_REMARK = 2**30
 """From this size in bytes on, a note tells the user why each rank builds the model."""
 
-_SMALL_PART = 50  # every rank builds a model of which only this fraction is not read from files, such as a LoRA
+_SMALL_PART = 50  # every rank builds a model if at most 1 / 50 of its bytes are not read from files, such as a LoRA
 _PLAIN = (bool, int, float, str, torch.device, torch.dtype, type(None))
 
 
@@ -80,8 +80,8 @@ def build_once(
 
 
 def _build(recipe: Recipe, seed: int, placement: Placement) -> BuiltModel:
-    """The model with its initial weights, except those that come from files."""
-    # Uses the raw seed: initial weights then equal those of a script that calls torch.manual_seed(seed).
+    """Returns the model with its initial weights, except those that come from files."""
+    # Use the raw seed: initial weights then equal those of a script that calls torch.manual_seed(seed).
     seed_everything(seed, placement.devices)
     model = build_model(recipe)
     weights = _weights_of(recipe, model, seed, placement)
@@ -148,7 +148,7 @@ def _build_on_meta(
 
 
 def _sizes(model: nn.Module) -> tuple[int, int]:
-    """Bytes of the weights in host memory, and of all weights including those that will be read from files."""
+    """Returns the bytes of the weights in host memory, and of all weights including those still to be read."""
     sizes = [(weight.nbytes, weight.is_meta) for weight in model.parameters()]
     return sum(size for size, is_meta in sizes if not is_meta), sum(size for size, _ in sizes)
 
@@ -167,7 +167,7 @@ def _reason_of_any(reason: str | None, agreement: Agreement) -> str | None:
 
 
 def _difference(model: nn.Module, announced: _Announcement, existing: Sequence[Tensor]) -> str | None:
-    """The reason why a model on the meta device cannot replace rank 0's model; None if it can."""
+    """Returns the reason why a model on the meta device cannot replace rank 0's model; None if it can."""
     for here, there in zip_longest(_structure(model), announced.structure):
         if here != there:
             return f"on the meta device it has {here}, otherwise {there}"
@@ -188,7 +188,7 @@ def _difference(model: nn.Module, announced: _Announcement, existing: Sequence[T
 
 
 def _structure(model: nn.Module) -> Iterator[str]:
-    """Lines that describe the model's modules, weights and buffers, without their values."""
+    """Yields lines that describe the model's modules, weights and buffers, without their values."""
     first_names: dict[int, str] = {}
     for prefix, module in model.named_modules():
         plain = {name: value for name, value in sorted(vars(module).items()) if isinstance(value, _PLAIN)}
@@ -203,6 +203,6 @@ def _structure(model: nn.Module) -> Iterator[str]:
 
 
 def _meta_tensors() -> list[Tensor]:
-    """All tensors on the meta device that Python code refers to."""
+    """Returns all tensors on the meta device that Python code refers to."""
     gc.collect()
     return [each for each in gc.get_objects() if issubclass(type(each), Tensor) and each.is_meta]

@@ -36,7 +36,7 @@ def check_strategy(settings: ParallelSettings, placement: Placement) -> None:
 
 
 def _requested_shard_size(settings: ParallelSettings, placement: Placement) -> int | None:
-    """The shard_size in the settings, in ranks; None if it depends on memory."""
+    """Returns the shard_size in the settings, in ranks; None if it depends on memory."""
     size, ranks = settings.shard_size, placement.world
     if settings.strategy == "hsdp" and size == "auto":
         if len(set(placement.nodes)) < 2:
@@ -50,7 +50,7 @@ def _requested_shard_size(settings: ParallelSettings, placement: Placement) -> i
 
 
 def choose_run_strategy(model: nn.Module, settings: Settings, placement: Placement) -> ChosenStrategy:
-    """The strategy in the settings, or the one that fits, with the reason that the banner shows."""
+    """Returns the strategy in the settings, or the one that fits, with the reason that the banner shows."""
     check_strategy(settings.parallel, placement)
     name: str = settings.parallel.strategy
     num_devices = len(placement.devices)
@@ -64,9 +64,9 @@ def choose_run_strategy(model: nn.Module, settings: Settings, placement: Placeme
         name, reason = "fsdp", "as requested"
     elif name == "dp":
         name, reason = (
-            ("single", "dp on one device is single")
+            ("single", "dp on one device is the same as single")
             if num_devices == 1
-            else ("dp", f"{num_devices} GPUs from one process (not tested on more than one GPU; ddp is)")
+            else ("dp", f"{num_devices} GPUs from one process (not tested on more than one GPU, unlike ddp)")
         )
     else:
         reason = "as requested"
@@ -90,7 +90,7 @@ def _with_shard_size(reason: str, model: nn.Module, settings: Settings, placemen
 
 
 def demand_of(model: nn.Module, settings: Settings) -> Demand:
-    """The memory that a whole replica of the model takes on a device, without activations."""
+    """Returns the memory that a whole replica of the model takes on a device, without activations."""
     return Demand.of(
         trainable_bytes=_num_bytes(model, lambda parameter: parameter.requires_grad),
         other_bytes=_num_bytes(model, lambda parameter: not parameter.requires_grad),
@@ -100,13 +100,13 @@ def demand_of(model: nn.Module, settings: Settings) -> Demand:
 
 
 def state_per_weight(settings: Settings) -> float:
-    """Size of the optimizer's state as a multiple of the trained weights."""
+    """Returns the size of the optimizer's state as a multiple of the trained weights."""
     optimizer = settings.optim.optimizer.lower()
     return _STATE_PER_WEIGHT.get(optimizer, 2 if "adam" in optimizer else 1)
 
 
 def _device_memory(placement: Placement) -> int | None:
-    """Memory of the smallest GPU in the run, in bytes, so that all ranks make the same choice; None on the CPU."""
+    """Returns the bytes of memory of the run's smallest GPU, the same on every rank; None on the CPU."""
     if placement.device.type != "cuda":
         return None
     here = int(torch.cuda.get_device_properties(placement.device).total_memory)

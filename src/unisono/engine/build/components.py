@@ -83,7 +83,7 @@ def build_components(
     swap_plan = plan_blocks_on_host(model.module, model.blocks, settings, placement)
     if model.groups and swap_plan.blocks and swap_plan.sizes.is_trained:
         raise ConfigError(
-            "blocks_on_host: blocks whose weights are trained cannot wait on the host in a recipe with groups(); "
+            "blocks_on_host: blocks whose weights are trained cannot be stored on the host in a recipe with groups(); "
             "remove it, or freeze their weights (a LoRA)"
         )
     swap = _swap_blocks(model, swap_plan, placement, chosen.name)
@@ -93,7 +93,7 @@ def build_components(
     recipe.shards = strategy.row_shards()
     state = TrainState(batch.global_batch)
     groups = [
-        _train(declared, number, recipe, settings, model, strategy, state, on_host)
+        _build_group(declared, number, recipe, settings, model, strategy, state, on_host)
         for number, declared in enumerate(model.groups or [None])
     ]
     if recording.captures:
@@ -114,7 +114,7 @@ def build_components(
     )
 
 
-def _train(
+def _build_group(
     declared: Group | None,
     number: int,
     recipe: Recipe,
@@ -124,7 +124,7 @@ def _train(
     state: TrainState,
     on_host: StreamedUpdate | None,
 ) -> TrainedGroup:
-    """Everything that trains one group of weights, or all weights if the recipe declares no groups."""
+    """Builds the optimizer, moving average and loss scale of one group of weights, or of all weights without groups."""
     parameters, optim, ema = strategy.parameters, settings.optim, settings.ema
     own_state: TrainState | GroupState = state
     if declared is not None:
@@ -195,8 +195,8 @@ def _handle_batch_norm(model: nn.Module, settings: Settings, placement: Placemen
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
         return model, ["sync_batch_norm: statistics cover all ranks, but still depend on gradient accumulation"]
     return model, [
-        "the model has batch norm, whose result depends on the micro-batch: other numbers of GPUs or micro-batches "
-        "will not train exactly alike (group norm or layer norm would)"
+        "the model has batch norm, whose result depends on the micro-batch: a run with a different number of GPUs or "
+        "micro-batches will differ (it would not with group norm or layer norm)"
     ]
 
 

@@ -53,7 +53,7 @@ def build_datasets(
             "make it the same on all ranks"
         )
     if len({checksum for _, checksum in of_ranks}) > 1:
-        raise RecipeError('dataset("train") has other block_starts on other ranks; make them the same on all ranks')
+        raise RecipeError('dataset("train") has different block_starts on different ranks; make them the same on all')
     remark = remark_on_windows(windows, num_samples)
     remarks = [] if remark is None else [remark]
     if recipe.whole_epochs:
@@ -68,7 +68,7 @@ def build_datasets(
 
 
 def _build(recipe: Recipe, split: str, seed: int) -> Dataset[Any] | None:
-    """The dataset of a split; its random numbers are the same on every rank and whenever the run resumes."""
+    """Returns the dataset of a split; its random numbers are the same on every rank and whenever the run resumes."""
     seed_everything(key_of(Purpose.BUILD, seed, crc32(split.encode())))
     dataset = recipe.dataset(split)
     if dataset is None:

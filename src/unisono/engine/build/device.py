@@ -18,7 +18,7 @@ from unisono.settings import Settings
 
 
 def find_placement(world: World, settings: Settings) -> Placement:
-    """The device of this rank: its GPU by local rank, or the CPU."""
+    """Returns the device of this rank: its GPU by local rank, or the CPU."""
     count = torch.cuda.device_count() if settings.launch.gpus != "0" else 0
     if count == 0:
         device = torch.device("cpu")
@@ -42,9 +42,9 @@ def find_placement(world: World, settings: Settings) -> Placement:
 
 
 def _use_expandable_segments() -> None:
-    """Lets torch's allocator grow its segments, unless the user has set its options.
+    """Lets torch's allocator grow its segments, unless the user has set the allocator's options.
 
-    With segments of fixed sizes, a LoRA of Wan 14B ran out of 22 GiB while 1.2 GiB were free in pieces.
+    With segments of fixed sizes, a LoRA of Wan 14B ran out of 22 GiB of memory while 1.2 GiB were free but fragmented.
     """
     if not any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")

@@ -26,7 +26,7 @@ def limit_gpu_memory(settings: Settings, device: torch.device) -> None:
 
 
 def free_gpu_memory(device: torch.device) -> float:
-    """Bytes that torch's allocator may use on this GPU, including what it uses already."""
+    """Returns the bytes that torch's allocator may use on this GPU, including what it uses already."""
     free, total = torch.cuda.mem_get_info(device)
     allowed = torch.cuda.get_per_process_memory_fraction(device) * total
     return float(min(free + torch.cuda.memory_reserved(device), allowed))

@@ -1,4 +1,4 @@
-"""Gives the linear layers of a model quantised or sparse products (mixed_precision fp8, quantize, sparsity)."""
+"""Makes the linear layers of a model compute quantised or sparse products (mixed_precision fp8, quantize, sparsity)."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _speed_remarks(name: str, products: Products, precision: PrecisionSettings, 
         kind = "sparse" if products.sparse else "fp8"
         return [f"{name}: {device_name} has no {kind} products; they are emulated, which is slower than without {name}"]
     if device.type == "cuda" and placement.compute_type is None:
-        return [f"{name}: 32-bit products are emulated; use --mixed_precision bf16 for those of the GPU"]
+        return [f"{name}: 32-bit products are emulated; with --mixed_precision bf16 the GPU computes them"]
     if device.type == "cuda" and not precision.compile:
         return [f"{name}: without compile, preparing the operands takes longer than the products save; use --compile"]
     return []

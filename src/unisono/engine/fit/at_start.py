@@ -35,13 +35,13 @@ class FittedRun:
 
 @dataclass(frozen=True)
 class Advice:
-    """Which settings would make a run fit, for the error of a run that does not."""
+    """Finds settings with which a run would fit, for the error message of a run that does not fit."""
 
     fitter: Fitter
     card: Card | None  # None on the CPU
 
     def flags(self) -> str | None:
-        """The flags and their predicted memory; None if they cannot be known."""
+        """Returns the flags and their predicted memory; None if they cannot be known."""
         if self.card is None:
             return None
         try:
@@ -81,7 +81,7 @@ def fit_run(
 
 
 def decide(fitter: Fitter, card: Card, setting: str) -> tuple[Flags, list[str]]:
-    """The settings to change, and notes for the user. Raises ConfigError if nothing fits."""
+    """Returns the settings to change, and notes for the user. Raises ConfigError if nothing fits."""
     try:
         choice = fitter.choose(card, allows_lossy=setting == "auto")
         elsewhere = choice if choice.fits else fitter.choose(replace(card, is_in_use=False), allows_lossy=False)

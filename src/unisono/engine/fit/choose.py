@@ -27,7 +27,7 @@ class Card:
 
     memory: float  # bytes that torch can allocate on each of them
     ranks: int = 1
-    is_in_use: bool = False  # the run has begun on it: the process group exists, or does not
+    is_in_use: bool = False  # the run has started, so it is too late to create a process group
 
     @property
     def room(self) -> float:
@@ -56,11 +56,11 @@ class Fitter:
         self.memory = ModelMemory(recipe, sample, fp8_products=fp8_products)
 
     def least(self) -> int:
-        """A lower bound of the memory per device without any changes, by arithmetic only. Raises CannotTrace."""
+        """Returns a lower bound on the memory per device without changes, by arithmetic only. Raises CannotTrace."""
         return self.memory.least(self._settings({}))
 
     def choose(self, card: Card, *, allows_lossy: bool) -> Choice:
-        """The settings that fit into the card's memory at the least cost in speed. Raises CannotTrace."""
+        """Returns the settings that fit into the card's memory at the least cost in speed. Raises CannotTrace."""
         settings = self._settings({})
         memory = self.memory
         parallel, is_recorded = settings.parallel, settings.precision.cuda_graph
@@ -88,7 +88,7 @@ class Fitter:
         )
 
     def fewest_blocks(self, flags: Flags, room: float, card: Card) -> int:
-        """The fewest blocks on the host with which a run with these flags fits into `room` bytes; 0 if none helps."""
+        """Returns the fewest blocks on the host with which these flags fit into `room` bytes; 0 if no number helps."""
         blocks = self.memory.blocks(self._settings(flags))
         others = self._estimate(flags, card).total - sum(blocks.movable_bytes)
         fewest = blocks.fewest(room - others)
@@ -98,12 +98,12 @@ class Fitter:
         return self.applied(flags).build(Settings)
 
     def applied(self, flags: Flags) -> Resolved:
-        """The settings of the run with these changes."""
+        """Returns the settings of the run with these changes."""
         return self._resolved.with_values(SOURCE, **flags) if flags else self._resolved
 
 
 def _fixed_settings(resolved: Resolved, earlier_sources: Mapping[str, str] | None) -> Mapping[str, Any]:
-    """Settings that the user has set, now or when the run began, and those that cannot change within a run."""
+    """Returns the settings that `--fit` must not change: set by the user, now or earlier, or fixed within a run."""
     earlier = earlier_sources or {}
     fixed = {
         name
@@ -117,7 +117,7 @@ def _fixed_settings(resolved: Resolved, earlier_sources: Mapping[str, str] | Non
 def _without_earlier_choices(
     resolved: Resolved, recipe_class: type[Recipe], earlier_sources: Mapping[str, str] | None
 ) -> Resolved:
-    """Takes back what an earlier start chose for its own GPU, unless it cannot change within a run."""
+    """Resets the settings that `--fit` chose when the run last started, except those that cannot change in a run."""
     defaults = with_recipe_defaults((Settings, recipe_class.Config), recipe_class.defaults).values
     chosen_before = {
         name: defaults[name]
@@ -128,7 +128,7 @@ def _without_earlier_choices(
 
 
 def remarks_on(choice: Choice, setting: str) -> list[str]:
-    """What the user should know about a choice; ConfigError if nothing fits."""
+    """Returns notes for the user about a choice; raises ConfigError if nothing fits."""
     room = format_bytes(choice.room)
     if not choice.fits:
         raise ConfigError(f"fit {setting}: {refusal(choice)}")
@@ -147,7 +147,7 @@ def remarks_on(choice: Choice, setting: str) -> list[str]:
 
 
 def refusal(choice: Choice) -> str:
-    """Why no setting makes a run fit."""
+    """Returns why no setting makes a run fit."""
     least = f" even with {choice.command}" if choice.flags else ""
     return (
         f"the run does not fit into {format_bytes(choice.room)} of GPU memory{least}: predicted {choice.estimate}; use "
@@ -156,7 +156,7 @@ def refusal(choice: Choice) -> str:
 
 
 def advice_of(choice: Choice) -> str | None:
-    """The flags that make a run fit, in a few words; None if there are none."""
+    """Returns the flags that make a run fit, in a few words; None if there are none."""
     if not choice.flags:
         return None
     if not choice.fits:
@@ -167,5 +167,5 @@ def advice_of(choice: Choice) -> str | None:
 
 
 def cannot_fit(setting: str, error: CannotTrace) -> str:
-    """The note for a model whose memory cannot be predicted."""
+    """Returns the note for a model whose memory cannot be predicted."""
     return f"fit {setting}: the memory of this model cannot be predicted ({error}); settings are unchanged"

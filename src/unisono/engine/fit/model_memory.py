@@ -32,7 +32,7 @@ from unisono.quantize.layers import frozen_linears, quantize
 from unisono.settings import Settings
 
 _TEMPORARY = {"adamw8bit": 48, "adamw4bit": 48, "adafactor": 16, "muon": 16, "prodigy": 16}
-"""Bytes per element of the largest weight that the update of these optimizers needs for a moment."""
+"""Temporary memory of an optimizer's update, in bytes per element of the largest weight."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class _Structure:
         return sum(weight.numel() for weight in self.module.parameters() if weight.requires_grad)
 
     def gathered_bytes(self, kind: torch.dtype | None) -> int:
-        """Bytes of all weights in the types in which fsdp gathers them; `kind` is the type of mixed precision."""
+        """Returns the bytes of all weights in the types in which fsdp gathers them; `kind` is the 16-bit type."""
         return sum(
             weight.numel() * (kind.itemsize if kind is not None and weight.is_floating_point() else weight.itemsize)
             for weight in self.module.parameters()
@@ -67,7 +67,7 @@ class ModelMemory:
     """Predicts memory; traces each combination of settings that changes the computation once."""
 
     def __init__(self, recipe: Recipe, sample: Callable[[Recipe], Any], *, fp8_products: bool = True) -> None:
-        """`sample` returns the largest sample of a recipe's data; `fp8_products`: the GPU has them."""
+        """`sample` returns the largest sample of a recipe's data; `fp8_products`: the GPU supports them."""
         self._recipe, self._sample, self._fp8_products = recipe, sample, fp8_products
         self._structures: dict[Any, _Structure] = {}
         self._traces: dict[Any, Trace] = {}
@@ -80,7 +80,7 @@ class ModelMemory:
             raise CannotTrace(f"no sample: {describe_exception(error)}") from error
 
     def blocks(self, settings: Settings) -> BlocksOnHost:
-        """The blocks of the model that could wait in host memory."""
+        """Returns the blocks of the model that could be stored in host memory."""
         structure = self._structure(settings)
         return movable_blocks(structure.module, structure.blocks, settings)[1]
 
@@ -102,7 +102,7 @@ class ModelMemory:
         return type(self._recipe).weights is not Recipe.weights
 
     def estimate(self, settings: Settings, *, micro_batch: int, ranks: int = 1, accumulates: bool = False) -> Estimate:
-        """The memory per device; `accumulates`: a step has several micro-batches. Raises CannotTrace."""
+        """Returns the memory per device; `accumulates`: a step has several micro-batches. Raises CannotTrace."""
         structure, trace = self._structure(settings), self._trace(settings, micro_batch)
         parallel = settings.parallel
         demand = demand_of(structure.module, settings)
@@ -115,13 +115,13 @@ class ModelMemory:
             optimizer, average, existing = int(share * optimizer), int(share * average), share * existing
         else:
             swapped = self.swapped(settings)
-            if swapped.is_trained:  # a part of everything that belongs to trained weights
+            if swapped.is_trained:  # the same fraction of weights, gradients, state and average is on the host
                 share = 1 - swapped.saved_bytes / (weights + gradients + optimizer + average)
                 weights, optimizer, average = int(share * weights), int(share * optimizer), int(share * average)
                 existing *= share
             else:
                 weights -= swapped.saved_bytes
-            if ranks > 1:  # ddp: gradients have a place in its buckets from the start
+            if ranks > 1:  # ddp allocates its gradient buckets before the first step
                 existing = share * gradients
         fullest = trace.fullest(existing=existing, share=share)
         activations = fullest.activations // parallel.context_parallel
@@ -131,29 +131,29 @@ class ModelMemory:
         return Estimate(weights, fullest.gradients, optimizer, average, activations, WORKSPACE)
 
     def work(self, settings: Settings, micro_batch: int) -> Work:
-        """What the kernels of one micro-batch do, with recomputation. Raises CannotTrace."""
+        """Returns what the kernels of one micro-batch do, with recomputation. Raises CannotTrace."""
         return self._trace(settings, micro_batch).work
 
     def trained_weights(self, settings: Settings) -> int:
-        """The number of trained weights."""
+        """Returns the number of trained weights."""
         return self._structure(settings).trained_weights
 
     def gathered_bytes(self, settings: Settings) -> int:
-        """Bytes of the weights that fsdp gathers."""
+        """Returns the bytes of the weights that fsdp gathers."""
         return self._structure(settings).gathered_bytes(compute_type(settings.precision))
 
     def num_blocks(self, settings: Settings) -> int:
-        """The number of repeated blocks."""
+        """Returns the number of repeated blocks."""
         return len(self._structure(settings).blocks)
 
     def least(self, settings: Settings) -> int:
-        """Bytes of weights and gradients, without tracing: a lower bound for a run without sharding or block swap."""
+        """Returns the bytes of weights and gradients, without tracing: a lower bound without sharding or block swap."""
         demand = demand_of(self._structure(settings).module, settings)
         optimizer = 0 if self.has_own_optimizer(settings) else demand.optimizer
         return demand.weights + demand.gradients + demand.average + optimizer
 
     def swapped(self, settings: Settings) -> BlocksOnHost:
-        """The blocks that wait in host memory with these settings."""
+        """Returns the blocks that are stored in host memory with these settings."""
         requested = settings.parallel.blocks_on_host
         if requested == 0:
             return BlocksOnHost((), NUM_SLOTS)
@@ -168,10 +168,11 @@ class ModelMemory:
 
     @staticmethod
     def _sharded_weights(structure: _Structure, share: float) -> int:
-        """Shards, and what is unsharded at the fullest moment: weights outside of blocks, and two blocks at work.
+        """Returns the bytes of the shards and, at the peak, of unsharded weights and gradients.
 
-        That is 10 bytes per trained weight of a block: its weights and gradients and the next block's weights in 16
-        bit, and the gradients of the previous block in 32 bit.
+        At the peak, the weights outside of blocks are gathered, and a trained weight of a block takes 10 bytes: the
+        weights and gradients of the block and the weights of the next block in 16 bit (2 bytes each), and the gradients
+        of the previous block in 32 bit.
         """
         exact = set(structure.exact)
         whole = sum(weight.nbytes for name, weight in structure.module.named_parameters() if name in exact)
@@ -226,7 +227,7 @@ class ModelMemory:
             torch.set_default_dtype(before)
 
     def _new_recipe(self, settings: Settings | None = None) -> Recipe:
-        """A copy of the recipe, because what its methods store here has no data."""
+        """Returns a copy of the recipe, because its methods store tensors without data on it."""
         recipe = copy(self._recipe)
         recipe.is_estimate = True
         if settings is not None:
@@ -259,7 +260,7 @@ class ModelMemory:
         return self._trace_blocks(settings, micro_batch, num)
 
     def _trace_blocks(self, settings: Settings, micro_batch: int, num: int) -> Trace:
-        """Traces a step; if groups of weights are trained in turn, the fullest moments of a step of any group."""
+        """Traces a step. If groups of weights are trained in turn, returns the peaks over the steps of all groups."""
         groups = check_groups(self._recipe.groups())
         if not groups:
             return self._trace_group(settings, micro_batch, num, None)
@@ -296,7 +297,7 @@ class ModelMemory:
 
 
 def _container(structure: _Structure) -> nn.ModuleList | nn.Sequential | None:
-    """The list that contains exactly the blocks, if they all have the same structure."""
+    """Returns the list that contains exactly the blocks, if they all have the same structure."""
     kinds = {
         tuple((name, weight.shape, weight.dtype, weight.requires_grad) for name, weight in block.named_parameters())
         for block in structure.blocks
@@ -308,7 +309,7 @@ def _container(structure: _Structure) -> nn.ModuleList | nn.Sequential | None:
 
 
 def _shortened(structure: _Structure, num: int) -> _Structure:
-    """The model with its first `num` blocks only."""
+    """Returns the model with its first `num` blocks only."""
     container = _container(structure)
     if container is None or num >= len(structure.blocks):
         return structure

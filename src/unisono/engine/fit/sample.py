@@ -12,7 +12,7 @@ _MOST = 20_000  # samples to compare; more would delay the start
 
 
 def largest_sample(dataset: Any) -> Any:
-    """The sample of a dataset that needs the most memory; in a large dataset, the largest of a subset."""
+    """Returns the sample of a dataset that needs the most memory; in a large dataset, the largest of a subset."""
     if not is_shaped(dataset):
         return dataset[0]
     num = len(dataset)  # type: ignore[arg-type]
@@ -21,7 +21,7 @@ def largest_sample(dataset: Any) -> Any:
 
 
 def example_of(recipe: Recipe) -> Any:
-    """A sample of a recipe whose data is not prepared."""
+    """Returns a sample of a recipe whose data is not prepared."""
     sample = recipe.example()
     if sample is None:
         sample = largest_sample(recipe.dataset("train"))

@@ -1,4 +1,4 @@
-"""Chooses settings for a card of another size, without training and without a GPU (`--print_config`)."""
+"""Chooses settings for a GPU of a given memory size, without training and without a GPU (`--print_config`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from unisono.settings import Settings
 
 
 def fit_settings(recipe: Recipe, resolved: Resolved) -> tuple[Resolved, list[str]]:
-    """The settings for GPUs of `gpu_memory_gb`, and notes for the user; unchanged settings without `fit`."""
+    """Returns the settings for GPUs of `gpu_memory_gb`, and notes for the user; unchanged settings without `fit`."""
     settings = resolved.build(Settings)
     setting, gigabytes = settings.memory.fit, settings.memory.gpu_memory_gb
     if setting == "no":
@@ -25,7 +25,7 @@ def fit_settings(recipe: Recipe, resolved: Resolved) -> tuple[Resolved, list[str
 
 
 def fitter_for(recipe: Recipe, resolved: Resolved) -> Fitter:
-    """Chooses settings by an example of the recipe's data."""
+    """Returns a Fitter that predicts memory with an example of the recipe's data."""
     settings = resolved.build(Settings)
     size, gpus = settings.batch.batch_size, _num_gpus(settings)
     share = size * (settings.batch.gradient_accumulation_steps or 1)
@@ -42,7 +42,7 @@ def fitter_for(recipe: Recipe, resolved: Resolved) -> Fitter:
 
 
 def _num_gpus(settings: Settings) -> int:
-    """The number of ranks of the run, as far as the settings say: `gpus 4` or `gpus 0,1`; one otherwise."""
+    """Returns the number of ranks if the settings define it, as `gpus 4` or `gpus 0,1` do; otherwise 1."""
     if settings.launch.nproc is not None:
         return settings.launch.nproc
     gpus = settings.launch.gpus

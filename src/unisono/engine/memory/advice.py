@@ -19,7 +19,7 @@ _UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "bytes": 1}
 
 
 def advice(rank: int, message: str, components: Components, *, recomputes: bool, flags: str | None = None) -> str:
-    """The error text: the memory that is missing for one sample, and the memory that each remedy would free.
+    """Returns the error text: the memory that is missing for one sample, and the memory that each remedy would free.
 
     `flags`: settings with which the run is predicted to fit.
     """
@@ -72,7 +72,7 @@ def advice(rank: int, message: str, components: Components, *, recomputes: bool,
 
 
 def _more_blocks_on_host(blocks: BlocksOnHost, requested: int | None, free: int | None) -> str | None:
-    """The fewest blocks on the host that free the missing memory; all blocks if that amount is unknown."""
+    """Returns the fewest blocks on the host that free the missing memory; all blocks if that amount is unknown."""
     missing = blocks.device_bytes if requested is None or free is None else max(requested - free, 1)
     more = blocks.fewest(blocks.device_bytes - missing)
     freed = blocks.device_bytes - more.device_bytes
@@ -80,7 +80,7 @@ def _more_blocks_on_host(blocks: BlocksOnHost, requested: int | None, free: int 
 
 
 def _free(message: str) -> int | None:
-    """Free memory of the device, or of the part of it that this process may use."""
+    """Returns the free memory of the device, or of the part of it that this process may use."""
     free, allowed = _amount(rf"{_AMOUNT} is free", message), _amount(rf"{_AMOUNT} allowed", message)
     if free is None or allowed is None:
         return free

@@ -45,7 +45,7 @@ def return_freed_memory() -> None:
 
 
 def _library() -> Any:
-    """The C library, if it has these functions and the user has not tuned it; else None."""
+    """Returns the C library, if it has these functions and the user has not tuned it; else None."""
     if any(name in os.environ for name in _TUNED_BY_USER):
         return None
     library = ctypes.CDLL(None)

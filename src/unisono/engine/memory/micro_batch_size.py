@@ -104,7 +104,7 @@ class MicroBatchSizer:
 
 
 def smaller(micro_batch: int, share: int) -> int | None:
-    """The next size to try after min(micro_batch, share) samples did not fit; None after a single sample."""
+    """Returns the next size to try after min(micro_batch, share) samples did not fit; None after a single sample."""
     tried = min(micro_batch, share)
     return None if tried <= 1 else -(-tried // 2)
 
@@ -115,7 +115,7 @@ def store_size(run_folder: Path, micro_batch: int) -> None:
 
 
 def stored_size(run_folder: Path) -> int | None:
-    """The size that the previous attempt stored; None if there is none."""
+    """Returns the size that the previous attempt stored; None if there is none."""
     try:
         size = read_json(run_folder / _FILE)["micro_batch"]
     except NotRegular as error:  # not a regular file, which writing would replace

@@ -34,7 +34,7 @@ class Mesh:
 
 
 def meshes(cluster: Cluster, recipe: Recipe, resolved: Resolved) -> Iterator[Mesh]:
-    """The meshes that the user's settings allow."""
+    """Yields the meshes that the user's settings allow."""
     chosen = {name: resolved.values[name] for name in STRATEGY_FLAGS if resolved.explicit(name)}
     for mesh in _all_meshes(cluster, recipe):
         if all(_agrees(mesh, name, value, cluster) for name, value in chosen.items()):
@@ -70,14 +70,14 @@ def _agrees(mesh: Mesh, name: str, value: Any, cluster: Cluster) -> bool:
 
 
 def recompute_levels(resolved: Resolved, *, has_blocks: bool) -> list[Flags]:
-    """The levels of recomputation to compare; only the user's, if there is one."""
+    """Returns the levels of recomputation to compare; only the user's, if there is one."""
     if any(resolved.explicit(name) for name in ("activation_checkpointing", "recompute_every", "activation_memory_gb")):
         return [{}]
     return [level for level in RECOMPUTE if has_blocks or level.get("recompute_every") != 2]
 
 
 def base_formats(resolved: Resolved, *, has_frozen_linears: bool) -> list[Flags]:
-    """The formats of frozen weights to compare: the user's, and 8 bits if there is anything to store."""
+    """Returns the formats of frozen weights to compare: the user's, and 8 bits if there is anything to store."""
     if resolved.explicit("base_precision") or not has_frozen_linears:
         return [{}]
     return [{}, {"base_precision": "fp8"}]

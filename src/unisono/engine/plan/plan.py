@@ -43,7 +43,7 @@ class Row:
 
     @property
     def effort(self) -> float:
-        """The time of a step, with one per cent more for each complication: almost equal rows are sorted by it."""
+        """The sort key: the time of a step plus 1 % per complication, so that of almost equal rows the simpler wins."""
         complications = {"hsdp": 2, "fsdp": 1}.get(self.mesh.name, 0) + 2 * (self.mesh.context > 1)
         return self.time.total * (1 + 0.01 * (complications + ("blocks_on_host" in self.flags)))
 
@@ -92,7 +92,7 @@ class Plan:
 
     @property
     def recommended(self) -> Row | None:
-        """The fastest row that fits and does not change the result; otherwise one that does."""
+        """The fastest row that fits and does not change the result; if there is none, the fastest row that fits."""
         fitting = [row for row in self.rows if row.fits]
         return next((row for row in fitting if not row.is_lossy), fitting[0] if fitting else None)
 
@@ -172,7 +172,7 @@ class Planner:
         return "bf16"
 
     def _largest_that_fits(self, mesh: Mesh, flags: Flags, limit: int, share: int) -> tuple[int, Flags, Estimate]:
-        """The largest micro-batch that fits, blocks on the host if not even one sample does, and the memory."""
+        """Returns the largest micro-batch that fits, blocks_on_host if one sample does not fit, and the memory."""
         room = self._card.room
 
         def estimate(size: int, more: Flags = {}) -> Estimate:  # noqa: B006
@@ -231,7 +231,7 @@ class Planner:
 
 
 def fastest_by_mesh(plan: Plan, *, everything: bool = False) -> list[Row]:
-    """For each mesh and format of frozen weights the best row, or all rows."""
+    """Returns the best row for each mesh and format of frozen weights, or all rows."""
     if everything:
         return list(plan.rows)
     best: dict[Any, Row] = {}

@@ -66,7 +66,7 @@ def find_resume_point(rank: RankContext, run: EnteredRun) -> ResumePoint:
 
 
 def _find_checkpoint(run: EnteredRun, checks: FileChecks, *, was_started_before: bool) -> ChosenCheckpoint:
-    """The checkpoint to continue from.
+    """Returns the checkpoint to continue from.
 
     `--resume PATH` names the checkpoint that a run begins with. Once the run has its own checkpoints, the same command
     continues from the newest of these checkpoints.
@@ -117,8 +117,8 @@ def resume_from(
         )
     elif saved.blocks != datasets.blocks:
         used.remarks.append(
-            "the blocks of the dataset (its shards or row groups) have other sizes than before: the sample order "
-            "differs from this step on"
+            "the sizes of the dataset's blocks (its shards or row groups) have changed: the sample order differs from "
+            "this step on"
         )
     non_finite = sorted(
         {name for names in rank.agreement.all_gather(_not_finite(components.strategy)) for name in names}
@@ -136,8 +136,8 @@ def _newest_compatible(
 ) -> ChosenCheckpoint:
     """Returns `chosen`, or the newest older checkpoint that matches the model if its own tensors do not.
 
-    If an older checkpoint of the same run matches, the newer one is damaged. If none does, the model has changed: then
-    restore() fails with the difference, and no checkpoint is set aside.
+    If an older checkpoint of the same run matches, the newer one is damaged. If none matches, the model has changed:
+    restore() then reports the difference, and no checkpoint is set aside.
     """
     path = chosen.path
     if path is None or path.parent != folder:  # the user chose this checkpoint, so no other is used
@@ -157,7 +157,7 @@ def _newest_compatible(
 
 
 def _not_finite(strategy: Strategy) -> list[str]:
-    """Names of weights with nan or inf in this rank's part, and of buffers with nan (a mask may hold inf)."""
+    """Returns the names of this rank's weights with nan or inf, and of buffers with nan (a mask may hold inf)."""
     weights = dict(strategy.model.named_parameters()).keys()
     local = {name: local_part(tensor) for name, tensor in strategy.tensors().items()}
     floating = {name: tensor for name, tensor in local.items() if tensor.is_floating_point() and tensor.numel()}
@@ -165,7 +165,7 @@ def _not_finite(strategy: Strategy) -> list[str]:
 
 
 def _newest_finite(folder: Path, identity: Mapping[str, Any], before: int) -> Path | None:
-    """The newest checkpoint before a step whose weights contain no nan; reads tensor by tensor."""
+    """Returns the newest checkpoint before a step whose weights contain no nan; reads tensor by tensor."""
     for step, path in reversed(list_steps(folder)):
         if step >= before or validate(path, deep=False, identity=identity) is not None:
             continue

@@ -16,7 +16,7 @@ from unisono.typed_paths import absolute
 
 
 def read_own(path: str) -> dict[str, Any] | None:
-    """The run.json of a folder, or None; rejects a folder that holds metrics or events but no run.json."""
+    """Returns the run.json of a folder, or None; rejects a folder that holds metrics or events but no run.json."""
     record = RunFolder.read(path)
     foreign = [name for name in ("metrics.jsonl", "events.jsonl") if Path(path, name).exists()]
     if record is None and foreign:
@@ -50,5 +50,5 @@ def remove_empty(folder: Path) -> None:
 
 
 def default_folder(recipe: str) -> str:
-    """The default run folder, runs/<recipe>-<time>."""
+    """Returns the default run folder, runs/<recipe>-<time>."""
     return f"runs/{recipe.lower()}-{time.strftime('%Y%m%d-%H%M%S')}"

@@ -37,7 +37,7 @@ _MOST_RUNS = 20  # number of recent runs to compare with
 
 
 def record_of(resume: str, folder: Path, recipe: str) -> Mapping[str, Any] | None:
-    """The record of the run to resume if its run.json is missing; None for a new run.
+    """Returns the record of the run to resume if its run.json is missing; None for a new run.
 
     With `--resume PATH` it is the run at that path; otherwise the run whose checkpoints are in the run folder.
     """
@@ -56,7 +56,7 @@ def record_of(resume: str, folder: Path, recipe: str) -> Mapping[str, Any] | Non
 
 
 def _record_of_checkpoints(checkpoints: Path, recipe: str) -> Mapping[str, Any] | None:
-    """The record of a run according to its newest checkpoint."""
+    """Returns the record of a run according to its newest checkpoint."""
     for _, path in reversed(list_steps(checkpoints)):
         with suppress(CheckpointError):
             identity = read_manifest(path).identity
@@ -73,7 +73,7 @@ def continue_run(
     where: str,
     fixed: Sequence[str] = (),
 ) -> Resolved:
-    """The settings of a resumed run. `record` is its run.json, read from `where`.
+    """Returns the settings of a resumed run. `record` is its run.json, read from `where`.
 
     Settings that the user does not pass keep the run's values. Recipe, seed and the settings in FIXED and `fixed`
     cannot change: otherwise samples that were trained on could count as held out, or weights could change their
@@ -93,7 +93,7 @@ def continue_run(
             f"{where}: its run.json cannot be used ({error}); restore it, or choose another folder"
         ) from None
     for name in (*FIXED, *fixed):
-        # A run without run.json lacks the value, and so does one whose value is a secret.
+        # Skip settings with no stored value to compare: run.json may be lost, and it does not store secrets.
         if name in record["config"] and not is_redacted(record["config"][name]):
             _check_fixed(name, resolved, before.values[name], other_run)
     stored_values = {
@@ -105,7 +105,7 @@ def continue_run(
 
 
 def settings_in(record: Mapping[str, Any], classes: Sequence[type]) -> Resolved:
-    """The settings that a run.json stores."""
+    """Returns the settings that a run.json stores."""
     return Resolved.from_json(classes, {"values": record["config"], "sources": record["sources"]})
 
 
@@ -127,7 +127,7 @@ def _check_fixed(name: str, resolved: Resolved, before: Any, other_run: str) -> 
         return
     if name == "optimizer" and now.lower() == before.lower():
         return
-    remedy = f"give --{name} {before}" if is_from_file else "remove the flag"
+    remedy = f"pass --{name} {before}" if is_from_file else "remove the flag"
     if _is_gone(before):
         remedy = f"if the data was moved, pass a path that ends in {_last_part(before)}"
     raise UserError(
@@ -165,7 +165,7 @@ def _last_part(path: str) -> str:
 def changed_settings(
     resolved: Resolved, record: Mapping[str, Any] | None, classes: Sequence[type]
 ) -> dict[str, list[Any]]:
-    """Settings that have changed since the run's last start: name -> [old value, new value]."""
+    """Returns the settings that have changed since the run's last start: name -> [old value, new value]."""
     if record is None:
         return {}
     before = settings_in(record, classes).to_json()["values"]
@@ -179,7 +179,7 @@ def changed_settings(
 
 
 def sources_of(resolved: Resolved, record: Mapping[str, Any] | None) -> dict[str, str]:
-    """The source of each setting; settings that a resumed run adopted from run.json keep their original source."""
+    """Returns the source of each setting; settings that a resumed run adopted from run.json keep their source."""
     before = (record or {}).get("sources")
     original = before if isinstance(before, Mapping) else {}
     return {
@@ -189,7 +189,7 @@ def sources_of(resolved: Resolved, record: Mapping[str, Any] | None) -> dict[str
 
 
 def unfinished(resolved: Resolved, recipe: str, classes: Sequence[type]) -> list[str]:
-    """A hint on how to continue the newest unfinished run with the same settings, unless the user set output_dir."""
+    """Returns a hint on how to continue the newest unfinished run with the same settings; none if output_dir is set."""
     if resolved.explicit("output_dir") or resolved.explicit("resume"):
         return []
     with suppress(OSError, UnisonoError, ValueError, KeyError, TypeError):  # a mere hint must never fail

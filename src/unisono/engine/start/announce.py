@@ -92,7 +92,7 @@ def open_run_folder(run: TrainingRun) -> None:
 
 
 def _defaults_of(recipe_class: type[Recipe]) -> dict[str, Any]:
-    """The default of every setting, as the recipe's `--help` shows it."""
+    """Returns the default of every setting, as the recipe's `--help` shows it."""
     return with_recipe_defaults((Settings, recipe_class.Config), recipe_class.defaults).to_json()["values"]  # type: ignore[no-any-return]
 
 

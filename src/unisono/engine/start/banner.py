@@ -16,7 +16,7 @@ from unisono.parallel.strategy import Placement
 
 
 def banner_of(run: TrainingRun, folder: str) -> str:
-    """The start-up banner of a run; `folder` describes its folder."""
+    """Returns the start-up banner of a run; `folder` describes its folder."""
     components, world, batch = run.components, run.rank.world, run.batch
     strategy, placement = components.strategy, components.strategy.placement
     num_samples, eval_dataset = run.datasets.num_samples, run.datasets.evaluation
@@ -52,14 +52,14 @@ def banner_of(run: TrainingRun, folder: str) -> str:
 
 
 def _unit(placement: Placement) -> str:
-    """The name of the unit that computes a share of the batch: a GPU, a rank or a group of ranks."""
+    """Returns the name of the unit that computes a share of the batch: a GPU, a rank or a group of ranks."""
     if placement.context > 1:
         return "group"
     return "GPU" if placement.device.type == "cuda" else "rank"
 
 
 def _in_short(strategy: str, world: World, device: torch.device, precision: str, accumulation: int) -> str:
-    """The lines that guides to Accelerate tell people to look for."""
+    """Returns the lines that guides to Accelerate tell users to look for."""
     devices = "GPU" if device.type == "cuda" else "CPU"
     kind = "none (one process)"
     if world.size > 1:
@@ -82,7 +82,7 @@ def _devices(devices: Any) -> str:
 
 
 def idle_faults(faults: Sequence[Fault], world: int, steps: int) -> list[str]:
-    """Notes on injected faults that cannot happen in this run."""
+    """Returns notes on injected faults that cannot happen in this run."""
     no_such_rank = [fault for fault in faults if fault.rank is not None and fault.rank >= world]
     no_such_step = [fault for fault in faults if fault.step > steps]
     return [

@@ -92,7 +92,7 @@ def _plan_batch(
     placement: Placement,
     requested_devices: int | None,
 ) -> tuple[BatchPlan, list[str]]:
-    """The batch of a step, and notes for the user; a resumed run keeps its effective batch."""
+    """Returns the batch of a step, and notes for the user; a resumed run keeps its effective batch."""
     settings, explicit = run.settings, run.resolved.explicit
     devices = len(placement.devices) if settings.parallel.strategy == "dp" else placement.data_world
     stored, known_to_fit = run.stored_batch, rank.main_decides(lambda: stored_size(run.folder.path)) or 0

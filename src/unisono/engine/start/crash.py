@@ -25,7 +25,7 @@ def note_crash(
 ) -> None:
     """Adds rank, phase and step to the exception, and saves the full traceback if the bug is in the recipe.
 
-    `job_folder` is that of our own launcher, if it started this rank.
+    `job_folder` is the folder of unisono's launcher, if it started this rank.
     """
     if isinstance(error, UnisonoError):
         return
@@ -67,7 +67,7 @@ def _publish_path(claim: Path, path: str) -> None:
 
 
 def _read_path(claim: Path) -> str | None:
-    """The path of the first failing rank's traceback; the launcher may show this rank's error instead."""
+    """Returns the path of the first failing rank's traceback; the launcher may show this rank's error instead."""
     deadline = time.monotonic() + _OTHER_RANK_S
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError):

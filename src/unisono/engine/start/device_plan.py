@@ -21,7 +21,7 @@ class DevicePlan:
     lock: GpuLock | None  # reserves our GPUs while it exists
 
     def applied_to(self, resolved: Resolved) -> Resolved:
-        """The settings of the ranks: gpus is 0 if the plan uses no GPU."""
+        """Returns the settings of the ranks: gpus is 0 if the plan uses no GPU."""
         if self.environ.get("CUDA_VISIBLE_DEVICES"):
             return resolved
         return resolved.with_values(resolved.sources["gpus"], gpus="0")

@@ -138,7 +138,7 @@ class DrivenTrainer(Trainer):
         self._report_saves(wait=True)
         self._feed.close()
         contents = contents_of(checkpoint)
-        [group] = self.components.groups  # these recipes declare none, so there is one
+        [group] = self.components.groups  # a driven recipe declares no groups, so there is exactly one
         with group.optimizer.without_state_missing_in(contents.shapes):
             restore(contents, read_state(checkpoint), self.components, self._run.save_group)
         self.state.num_samples, self._saved_step = self._order.data_size or self._order.num_samples, -1
@@ -224,7 +224,7 @@ class DrivenRun:
         return self._stop.requested
 
     def checkpoint_at(self, path: str) -> Path:
-        """The checkpoint at `path`, or the newest one in it; the same on every rank."""
+        """Returns the checkpoint at `path`, or the newest one in it; the same on every rank."""
         return self._session.named_checkpoint(path)
 
     def decide(self, decide: Callable[[], T]) -> T:

@@ -36,7 +36,7 @@ def build_recipe(run: EnteredRun, placement: Placement) -> Recipe:
 
 
 def work_of(rank: RankContext, run: EnteredRun, device: torch.device) -> Work:
-    """This rank's part of the work in Recipe.prepare() and Recipe.refresh()."""
+    """Returns this rank's part of the work in Recipe.prepare() and Recipe.refresh()."""
     world = rank.world
     message: Callable[[str], None] = print_line if world.is_main else lambda text: None
     return Work(

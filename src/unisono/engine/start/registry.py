@@ -44,7 +44,7 @@ def load_recipe(reference: str) -> type[Recipe]:
 
 
 def recipes_with(setting: str) -> list[str]:
-    """Names of the built-in recipes that have a setting of this name in their own Config."""
+    """Returns the names of the built-in recipes that have a setting of this name in their own Config."""
     return [name for name in BUILT_IN if setting in {field.name for field in fields_of(load_recipe(name).Config)}]
 
 
@@ -70,7 +70,7 @@ def check_recipe(recipe: object) -> None:
 
 
 def importable_name(recipe: type[Recipe]) -> str | None:
-    """The reference by which another process can load this class; None if none can (a notebook, a local class)."""
+    """Returns the reference by which another process can load this class; None for a notebook or a local class."""
     module = sys.modules.get(recipe.__module__)
     if recipe.__module__ == "__main__" or "<locals>" in recipe.__qualname__ or module is None:
         return None

@@ -162,7 +162,7 @@ class Session:
         return self._rank.main_decides(decide)
 
     def named_checkpoint(self, path: str) -> Path:
-        """The checkpoint at a path that the user named: the path itself, or the newest one in that folder or run."""
+        """Returns the checkpoint at a path that the user named: the path, or the newest in that folder or run."""
         examination = Examination(self._rank.world.rank, self._rank.world.size, self._rank.agreement.all_gather)
 
         def find(damage: Damage) -> ChosenCheckpoint:
@@ -204,7 +204,7 @@ def _start_trackers(settings: ObserveSettings, folder: Path) -> TrackerProcesses
 
 
 def _remarks_on_changes(entered: EnteredRun) -> list[str]:
-    """Notes on the differences between this start of the run and its last one."""
+    """Returns notes on the differences between this start of the run and its last one."""
     remarks = []
     if entered.changed:
         changes = (f"{name} {old} → {new}" for name, (old, new) in entered.changed.items())

@@ -25,25 +25,25 @@ class SettingsSource:
     """Settings that a Python caller passes. They reach other processes in a file."""
 
     def resolve(self, recipe_class: type[Recipe], more: Mapping[str, str]) -> Resolved:
-        """The settings of a run with these further flags."""
+        """Returns the settings of a run with these further flags."""
         flags = [*self.flags, *(f"--{name}={value}" for name, value in more.items())]
         return configure(recipe_class, file=self.files, flags=flags, overrides=self.overrides)
 
     def arguments(self, settings_file: Path) -> list[str]:
-        """The arguments of `unisono train` for these settings; `settings_file` holds the overrides, if any."""
+        """Returns the arguments of `unisono train` for these settings; `settings_file` holds the overrides, if any."""
         extra = ["--config", str(settings_file)] if self.overrides else []
         files = [word for file in self.files for word in ("--config", str(file))]
         return [*files, *extra, *without_output_dir(self.flags)]
 
     def arguments_without_overrides(self) -> list[str]:
-        """The arguments that name the config files, and the flags."""
+        """Returns the arguments that name the config files, and the flags."""
         return [*(word for file in self.files for word in ("--config", str(file))), *without_output_dir(self.flags)]
 
 
 def source_of(
     config: Any, recipe_class: type[Recipe], settings: Mapping[str, Any], searched: Collection[str] = ()
 ) -> SettingsSource:
-    """The settings that a Python caller passes: `config` as in `unisono.train`, and keywords, which override it.
+    """Returns the settings that a Python caller passes: `config` as in `unisono.train`, overridden by `settings`.
 
     `searched` are names of settings that `config` must not set, because each run has its own values.
     """
@@ -55,7 +55,7 @@ def source_of(
 
 
 def _from_config(config: Any, recipe_class: type[Recipe]) -> tuple[tuple[Path, ...], dict[str, Any]]:
-    """Config files, or settings by name, from the `config` of a Python caller."""
+    """Returns config files, or settings by name, from the `config` of a Python caller."""
     if config is None:
         return (), {}
     if isinstance(config, str | os.PathLike):
@@ -72,7 +72,7 @@ def _from_config(config: Any, recipe_class: type[Recipe]) -> tuple[tuple[Path, .
 
 
 def without_output_dir(flags: Sequence[str]) -> list[str]:
-    """The flags without --output_dir, which names the folder of all runs and not that of one."""
+    """Returns the flags without --output_dir, which names the folder of all runs and not of a single run."""
     kept: list[str] = []
     words = iter(flags)
     for word in words:

@@ -1,8 +1,9 @@
 """Decides what the script of `unisono slurm` does after an srun step: finish, restart or fail.
 
-srun returns one number, the highest exit code of all tasks. With --kill-on-bad-exit that is mostly the 143 of a rank
-that srun killed itself, whatever the cause was. So each rank writes its outcome to a folder of the attempt without
-printing it, and the script calls `python -m unisono.engine.start.srun`, which prints the root cause and decides.
+srun returns one number, the highest exit code of all tasks. With --kill-on-bad-exit, this is mostly 143, the exit code
+of a rank that srun itself killed, and does not show the cause. So each rank writes its outcome to a folder of the
+attempt without printing it, and the script calls `python -m unisono.engine.start.srun`, which prints the root cause and
+decides.
 """
 
 from __future__ import annotations
@@ -69,9 +70,10 @@ def _kind_of(error: Exception) -> Kind:
 
 
 def judge(folder: Path, run: Path, code: int, attempt: int, max_restarts: int) -> int:
-    """The script's exit code after srun returned `code`, or EXIT_AGAIN or EXIT_SMALLER to restart; prints the reason.
+    """Returns the script's exit code after srun returned `code`, and prints the reason.
 
-    `attempt` counts the restarts so far, without those after running out of memory.
+    With EXIT_AGAIN or EXIT_SMALLER the script restarts the ranks. `attempt` counts the restarts so far, without those
+    after running out of memory.
     """
     outcomes = read_all(folder) if folder.is_dir() else []
     kinds = {outcome.kind for outcome in outcomes}

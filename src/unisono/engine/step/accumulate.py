@@ -51,7 +51,7 @@ class StepSums:
     arriving: dist.Work | None  # the all-reduce of the sums
     requests: Mapping[str, float]  # flags that any rank has set, such as a stop request
     own: DeviceTimer  # this rank's time until it first waits for the others
-    waits: WaitTimer  # this rank's time of waiting for the others
+    waits: WaitTimer  # the time that this rank waits for the others
 
 
 @dataclass
@@ -103,7 +103,7 @@ class GradientAccumulator:
         """Consumes one step's micro-batches. Raises OutOfMemoryTogether on all ranks if the step can be repeated."""
         try:
             try:
-                # Done even if this step is not recorded (a rank without samples): the next replay reads these buffers.
+                # Needed even if this step is not recorded (a rank without samples): the next replay reads the buffers.
                 with nullcontext() if self._graphed is None else self._strategy.buffers.in_place():
                     return self._compute(micro_batches, requests)
             except Exception as error:  # during the all-reduce, for instance, this rank cannot notify others
@@ -134,7 +134,7 @@ class GradientAccumulator:
         self._guard.buffers.save()
         try:
             with self._strategy.trying_out():
-                # Runs two, because the second needs more memory: the gradients of the first exist.
+                # Run two micro-batches: the second needs more memory, because the gradients of the first exist.
                 for number, micro in enumerate(itertools.islice(micro_batches, 2)):
                     total = self._forward(micro, number, attempt, inject_nan=False)
                     if total is not None:
@@ -217,7 +217,7 @@ class GradientAccumulator:
         return StepSums(self._names, attempt.sums, attempt.arriving, agreed, lap, self._waits)
 
     def _forward(self, micro: MicroBatch, number: int, attempt: Attempt, inject_nan: bool) -> Tensor | None:
-        """The scaled loss of a micro-batch; None if this rank ran out of memory, which `attempt` records."""
+        """Returns the scaled loss of a micro-batch; None if this rank ran out of memory, which `attempt` records."""
         step = self._state.step + 1
         total: Tensor | None = None
         try:
@@ -326,7 +326,7 @@ class GradientAccumulator:
             raise OutOfMemoryHere(attempt.failure)
 
     def _loss(self, model: nn.Module, data: Any, positions: Tensor) -> dict[str, Tensor]:
-        """The recipe's loss as a flat mapping of tensors, in which DDP, FSDP and DataParallel can find the outputs."""
+        """Returns the loss as a flat mapping of tensors, in which DDP, FSDP and DataParallel can find the outputs."""
         self.flops.see(data)
         recorded = nullcontext() if self._graphed is None else self._recipe.clock.recorded()
         with recorded, autocast(self._device, self._settings.precision):
@@ -380,7 +380,7 @@ def flop_meter(recipe: Recipe, placement: Placement, settings: Settings) -> Flop
 
 
 def peak_of(placement: Placement, settings: Settings) -> float | None:
-    """The peak rate of this rank's devices in FLOP/s, the 100 % of `mfu`; None if it is not known."""
+    """Returns the peak rate of this rank's devices in FLOP/s, the 100 % of `mfu`; None if it is not known."""
     precision, own = settings.precision, settings.observe.peak_tflops
     if own is not None:
         return own * 1e12 * len(placement.devices)

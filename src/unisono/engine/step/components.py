@@ -41,7 +41,7 @@ class TrainedGroup:
         return "" if self.declared is None else f"{self.declared.name}/"
 
     def optim(self, settings: OptimSettings) -> OptimSettings:
-        """The optimizer settings of the group, in a run with these settings."""
+        """Returns the optimizer settings of the group, in a run with these settings."""
         return settings if self.declared is None else self.declared.optim(settings)
 
 
@@ -52,7 +52,7 @@ class Components:
     recipe: Recipe
     strategy: Strategy
     why_strategy: str
-    groups: Sequence[TrainedGroup]  # one, or those that take turns
+    groups: Sequence[TrainedGroup]  # a single group, or the groups that are trained in turn
     rhythm: Rhythm
     state: TrainState
     remarks: list[str]  # notes for the user, printed once

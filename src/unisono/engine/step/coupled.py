@@ -3,9 +3,9 @@
 Such a loss is not a sum over micro-batches: every page is a negative for all other queries. But it depends on the model
 only through one row per sample, so the chain rule can be split there:
 
-    1. embed every micro-batch without a graph (the last one with), keep the rows
-    2. gather the rows of all micro-batches and ranks; one exact loss, and its gradient with respect to the rows
-    3. backward through each micro-batch, embedded once more with the same dropout, from its rows' gradients
+    1. embed every micro-batch without an autograd graph (the last micro-batch with one), and keep the rows
+    2. gather the rows of all micro-batches and ranks; compute the exact loss and its gradient with respect to the rows
+    3. embed each micro-batch again with the same dropout, and run backward from the gradients of its rows
 
 It needs the memory of one micro-batch, and any number of ranks and micro-batches gives the result of one large batch.
 With one micro-batch per rank nothing is computed twice. If the recipe can compute the loss of a range of rows
@@ -72,7 +72,7 @@ class CoupledGradientAccumulator(GradientAccumulator):
         )
 
     def _embed(self, micro: MicroBatch, number: int, attempt: Attempt, *, graph: bool, last: bool) -> Rows | None:
-        """The rows of a micro-batch; None if memory ran out now or earlier in this attempt."""
+        """Returns the rows of a micro-batch; None if memory ran out now or earlier in this attempt."""
         if attempt.failure is not None:
             return None
         try:
@@ -135,7 +135,7 @@ class CoupledGradientAccumulator(GradientAccumulator):
     def _gather(
         self, micros: Sequence[MicroBatch], embedded: Sequence[Rows | None], where: Sequence[Tensor]
     ) -> dict[str, Tensor]:
-        """The rows of the whole global batch from all ranks, in the order of the sample stream; missing rows are 0."""
+        """Returns the global batch's rows from all ranks, in the order of the sample stream; missing rows are 0."""
         size = len(micros[0].chunk.global_batch)
         first = embedded[0]
         assert first is not None
@@ -211,7 +211,7 @@ class CoupledGradientAccumulator(GradientAccumulator):
             del total  # frees the autograd graph before the next micro-batch is embedded
 
     def _descend(self, rows: Rows, gradients: Rows, weight: float) -> Tensor:
-        """A number whose gradient through the rows is the gradient of the loss."""
+        """Returns a number whose gradient through the rows is the gradient of the loss."""
         pairs = [(rows[name] * gradient).sum() for name, gradient in gradients.items()]
         return self._scaled(torch.stack(pairs).sum()) * weight
 
@@ -220,10 +220,10 @@ def _checked(rows: Rows, samples: int) -> Rows:
     for name, each in rows.items():
         if each.dim() == 0 or len(each) != samples:
             actual = f"{len(each)} rows" if each.dim() else "a single number"
-            raise RecipeError(f"embed(): {name} is {actual} for {samples} samples; give one row for each")
+            raise RecipeError(f"embed(): {name} is {actual} for {samples} samples; return one row per sample")
     return rows
 
 
 def _wide(rows: Tensor) -> Tensor:
-    """The rows in at least 32-bit precision, in which the loss is computed."""
+    """Returns the rows in at least 32-bit precision, in which the loss is computed."""
     return rows.float() if rows.dtype in (torch.float16, torch.bfloat16) else rows

@@ -102,7 +102,7 @@ class GraphedFunction:
 
 
 def _kind_of(inputs: tuple[Any, ...]) -> Hashable:
-    """The properties of inputs that a graph depends on: shapes and dtypes of tensors, values of numbers and strings."""
+    """Returns what a graph depends on: the shapes and dtypes of tensors, and the values of numbers and strings."""
     return shape_of(inputs), tuple((type(leaf), leaf) for leaf in leaves(inputs) if isinstance(leaf, _PLAIN))
 
 
@@ -114,6 +114,6 @@ def _fixed(leaf: Any) -> Any:
     if isinstance(leaf, _PLAIN):
         return leaf
     raise TrainingFailed(
-        f"cuda_graph: the batch holds a {type(leaf).__name__}, and a recorded step would only ever see the first one; "
+        f"cuda_graph: the batch holds a {type(leaf).__name__}, and a recorded step would always use the first one; "
         "let collate() return tensors (in dicts, lists, tuples or dataclasses), or remove --cuda_graph"
     )

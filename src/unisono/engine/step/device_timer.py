@@ -28,7 +28,7 @@ class DeviceTimer:
             self._events[1].record()
 
     def seconds(self) -> float:
-        """The elapsed time on the host or on the device, whichever is longer."""
+        """Returns the elapsed time on the host or on the device, whichever is longer."""
         if self._events is None:
             return self._seconds
         return max(self._seconds, float(self._events[0].elapsed_time(self._events[1])) / 1e3)
@@ -42,7 +42,7 @@ class WaitTimer:
     """
 
     def __init__(self, device: torch.device, *, active: bool = True) -> None:
-        """Without `active`, for a rank that is alone, it measures nothing."""
+        """With `active=False`, for a run with a single rank, the timer measures nothing."""
         self._on_gpu, self._active = device.type == "cuda", active
         self._marks: list[Any] = []  # begin, end, begin, end, ...: times, or events on the GPU
 
@@ -54,7 +54,7 @@ class WaitTimer:
         self._mark()
 
     def marked(self, total: Tensor) -> Tensor:
-        """The loss, whose backward pass marks the end of its own computation; the caller calls `end_backward` then.
+        """Returns the loss; its backward pass marks the end of its own computation. Call `end_backward` after it.
 
         DDP and FSDP wait for their last reductions in callbacks at the end of backward, which they queue later.
         """
@@ -65,7 +65,7 @@ class WaitTimer:
         self._mark()
 
     def seconds(self) -> float:
-        """The time spent waiting. On a GPU, all events must have happened."""
+        """Returns the time spent waiting. On a GPU, all events must have happened."""
         pairs = list(zip(self._marks[::2], self._marks[1::2], strict=False))
         if self._on_gpu:
             return sum(float(begin.elapsed_time(end)) for begin, end in pairs) / 1e3

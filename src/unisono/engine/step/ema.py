@@ -31,7 +31,7 @@ class Average(ABC):
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
-        """The averages by the weights' names."""
+        """Returns the averages by the weights' names."""
 
     @property
     @abstractmethod
@@ -52,7 +52,7 @@ class Ema(Average):
         settings: EmaSettings,
         on_host: StreamedUpdate | None = None,
     ) -> None:
-        """`on_host`: the parameters that wait in host memory, where their averages wait too."""
+        """`on_host`: the parameters that are stored in host memory, where their averages are stored too."""
         self._names = [name for name, _ in parameters]
         self._weights = [parameter.detach() for _, parameter in parameters]
         waiting = {} if on_host is None else on_host.create_averages()
@@ -65,7 +65,7 @@ class Ema(Average):
         self._settings, self._on_host = settings, on_host
 
     def decay(self, updates: int) -> float:
-        """The decay of the next update, after `updates` earlier updates."""
+        """Returns the decay of the next update, after `updates` earlier updates."""
         if not self._settings.ema_warmup:
             return self._settings.ema_decay
         return min(self._settings.ema_decay, (1 + updates) / (10 + updates))
@@ -86,7 +86,7 @@ class Ema(Average):
         torch._foreach_copy_(self._averages, self._weights)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The averages by the weights' names."""
+        """Returns the averages by the weights' names."""
         self._complete()
         return dict(zip(self._names, self._averages, strict=True))
 
@@ -132,7 +132,7 @@ class ScheduleFreeAverage(Average):
         """Nothing to do: the optimizer's state was restored."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """The averages, computed from the optimizer's current state."""
+        """Returns the averages, computed from the optimizer's current state."""
         return {name: self._optimizer.average(parameter) for name, parameter in self._parameters}
 
     @property

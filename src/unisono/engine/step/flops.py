@@ -48,7 +48,7 @@ class FlopMeter:
         self._flops: dict[_Shape, float] = {}  # operations of a micro-batch, by shape
         self._sizes: dict[_Shape, int] = {}  # number of elements, of every shape so far
         self._step: Counter[_Shape] = Counter()  # micro-batches of the current step
-        self._finished: Counter[_Shape] = Counter()  # those of finished steps, until `per_step` reads them
+        self._finished: Counter[_Shape] = Counter()  # micro-batches of finished steps, until `per_step` reads them
         self._num_steps = 0
         self._counter = _Counter()
         self._asked: set[_Shape] = set()  # shapes that Recipe.flops() was called for
@@ -111,7 +111,7 @@ class FlopMeter:
         self._step.clear()
 
     def per_step(self) -> float | None:
-        """The mean number of operations per step since the last call; None if it is not known."""
+        """Returns the mean number of operations per step since the last call; None if it is not known."""
         finished, steps = self._finished, self._num_steps
         self._finished, self._num_steps = Counter(), 0
         if not self._active or not steps or (finished and not any(self._flops.values())):

@@ -81,7 +81,7 @@ class Guard:
 
 
 def shape_of(data: Any) -> Hashable:
-    """The shapes and types of all tensors in a batch, through any nesting of containers."""
+    """Returns the shapes and types of all tensors in a batch, through any nesting of containers."""
     if isinstance(data, Tensor):
         return data.shape, data.dtype
     if isinstance(data, Rows):
@@ -96,5 +96,5 @@ def shape_of(data: Any) -> Hashable:
 
 
 def num_elements(data: Any) -> int:
-    """The number of elements of all tensors in a batch."""
+    """Returns the number of elements of all tensors in a batch."""
     return sum(leaf.numel() if isinstance(leaf, Tensor) else 1 for leaf in leaves(data))

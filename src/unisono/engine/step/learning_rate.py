@@ -8,7 +8,7 @@ from unisono.settings import OptimSettings
 
 
 def learning_rate_factor(step: int, total_steps: int | None, settings: OptimSettings) -> float:
-    """The learning rate of optimizer step `step` (from 0), as a fraction of its peak."""
+    """Returns the learning rate of optimizer step `step` (from 0), as a fraction of its peak."""
     if step < settings.warmup_steps:
         return (step + 1) / settings.warmup_steps
     if settings.lr_schedule == "constant" or total_steps is None:
@@ -23,6 +23,6 @@ def learning_rate_factor(step: int, total_steps: int | None, settings: OptimSett
 
 
 def learning_rate_scale(global_batch: int, settings: OptimSettings) -> float:
-    """The factor by which lr_scaling multiplies the learning rate."""
+    """Returns the factor by which lr_scaling multiplies the learning rate."""
     ratio = global_batch / settings.lr_scaling_batch
     return {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[settings.lr_scaling]

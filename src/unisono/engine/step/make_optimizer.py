@@ -33,7 +33,7 @@ _WHOLE_WEIGHTS_EXACTLY = ("soap", "lamb", "lars", "came")
 
 
 def named_optimizer(name: str) -> type[Optimizer]:
-    """The class with this name, in `unisono.optim` or torch.optim, ignoring case."""
+    """Returns the class with this name, in `unisono.optim` or torch.optim, ignoring case."""
     classes = {
         key.lower(): value
         for key, value in vars(torch.optim).items()
@@ -76,7 +76,7 @@ def from_settings(
 
 
 def not_for_muon(model: nn.Module, blocks: Sequence[nn.Module]) -> list[str]:
-    """Names of the matrices that Muon should not train: embeddings, and all outside the repeated blocks, if any."""
+    """Returns the names of matrices that Muon should not train: embeddings and, if there are blocks, all outside."""
     tables = {
         id(weight)
         for module in model.modules()
@@ -121,7 +121,7 @@ def check_optimizer(optimizer: Any, parameters: NamedParameters, *, sharded: boo
 
 
 def check_updates_in_parts(optimizer: Optimizer) -> None:
-    """Rejects an optimizer that cannot update a few weights at a time, as for weights that wait in host memory."""
+    """Rejects an optimizer that cannot update a few weights at a time, which weights in host memory require."""
     for part in optimizer.parts if isinstance(optimizer, CombinedOptimizer) else [optimizer]:
         kind = type(part)
         skips = bool(getattr(part, "_step_supports_amp_scaling", False))  # so its state exists before step 1

@@ -141,7 +141,7 @@ class OptimizerStep:
         return self._gradient.flops
 
     def counts_remark(self, *, ended: bool = False) -> str | None:
-        """A warning if the counts that loss() returns look wrong; returned only once."""
+        """Returns a warning if the counts that loss() returns look wrong; returned only once."""
         return self._gradient.counts.remark(ended=ended)
 
     def run(

@@ -45,7 +45,7 @@ class OptimizerWrapper:
     ) -> None:
         """`own` creates the recipe's optimizer, or returns None for the one in the settings.
 
-        `on_host`: the parameters that wait in host memory with their state.
+        `on_host`: the parameters that are stored in host memory with their state.
         """
         optimizer = own(list(parameters))
         is_own = optimizer is not None
@@ -133,7 +133,7 @@ class OptimizerWrapper:
         return float(rates[0])
 
     def groups(self) -> dict[str, list[nn.Parameter]]:
-        """The optimizer's parameter groups by name: a group's `name`, or its number."""
+        """Returns the optimizer's parameter groups by name: a group's `name`, or its number."""
         groups: dict[str, list[nn.Parameter]] = {}
         for number, group in enumerate(self.optimizer.param_groups):
             name = str(group.get("name", number))
@@ -199,7 +199,7 @@ class OptimizerWrapper:
         return id(parameter) in self._names
 
     def tensors(self) -> dict[tuple[str, str], Tensor]:
-        """The tensors of the optimizer state, by (weight name, slot)."""
+        """Returns the tensors of the optimizer state, by (weight name, slot)."""
         return {
             (self._names[id(parameter)], slot): value
             for parameter, slots in self.optimizer.state.items()
@@ -215,7 +215,7 @@ class OptimizerWrapper:
         return False if any(slot in getattr(part, "whole_slots", ()) for part in parts) else None
 
     def to_json(self) -> dict[str, Any]:
-        """The optimizer state that is not in tensors."""
+        """Returns the optimizer state that is not in tensors."""
         return {
             self._names[id(parameter)]: plain
             for parameter, slots in self.optimizer.state.items()

@@ -34,6 +34,6 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def in_one_line(error: BaseException) -> str:
-    """The allocator's message in one line, without its advice."""
+    """Returns the allocator's message in one line, without its advice."""
     text = _OTHERS.sub("", " ".join(str(error).split()))
     return text.partition(" If reserved but unallocated")[0].partition(" See documentation")[0] or type(error).__name__

@@ -15,12 +15,12 @@ _GROW_EVERY = 2000  # good steps before the scale is doubled again, as torch.amp
 
 
 def compute_type(settings: PrecisionSettings) -> torch.dtype | None:
-    """The 16-bit type of mixed precision, or None."""
+    """Returns the 16-bit type of mixed precision, or None."""
     return _TYPES[settings.mixed_precision]
 
 
 def weight_type(settings: PrecisionSettings) -> torch.dtype:
-    """The type of weights, gradients and optimizer state."""
+    """Returns the type of weights, gradients and optimizer state."""
     return torch.float64 if settings.dtype == "float64" else torch.float32
 
 
@@ -45,7 +45,7 @@ class LossScale:
         torch._amp_update_scale_(self.value, self._good_steps, found_inf.float(), 2.0, 0.5, _GROW_EVERY)
 
     def to_json(self) -> dict[str, float]:
-        """The state; synchronizes with the device."""
+        """Returns the state; synchronizes with the device."""
         return {"value": float(self.value), "good_steps": int(self._good_steps)}
 
     def load_json(self, state: dict[str, float]) -> None:

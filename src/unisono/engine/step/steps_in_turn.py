@@ -1,8 +1,8 @@
 """The optimizer steps of groups of weights that are trained in turn.
 
 Each group has its own `OptimizerStep`, with its own names of sums, expected count, guarded shapes, optimizer and
-average. A step's numbers are read one step late, which then may train another group: so the steps share the one that
-is not settled yet.
+average. The numbers of a step are read one step later, when the run may already train another group. So the objects
+share a reference to the step that is not settled yet.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class StepsInTurn:
 
     @property
     def measured(self) -> list[str] | None:
-        """The names of the metrics of loss(), with the group's; None before each group had a step."""
+        """The names of the metrics of loss(), with the group's prefix; None until each group has had a step."""
         if not all(step.has_names for step in self._steps):
             return None
         if not self._components.groups[0].prefix:
@@ -79,7 +79,7 @@ class StepsInTurn:
         return [group.prefix + name for group, step in pairs for name in ("loss", *step.measured)]
 
     def counts_remark(self, *, ended: bool = False) -> str | None:
-        """A warning if the counts that loss() returns look wrong; returned only once for each group."""
+        """Returns a warning if the counts that loss() returns look wrong; returned only once for each group."""
         remarks = (step.counts_remark(ended=ended) for step in self._steps)
         return next((remark for remark in remarks if remark is not None), None)
 

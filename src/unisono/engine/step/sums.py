@@ -59,7 +59,7 @@ def flatten_loss(loss: Any) -> dict[str, Tensor]:
 
 
 def per_item(sums: Mapping[str, float], count: float) -> dict[str, float]:
-    """The metrics of a step from the sums across all ranks; a metric whose own count is 0 is omitted."""
+    """Returns the metrics of a step from the sums across all ranks; a metric whose own count is 0 is omitted."""
     means = {}
     for key, value in sums.items():
         name = key.removeprefix(_SUM)
@@ -74,22 +74,22 @@ def per_item(sums: Mapping[str, float], count: float) -> dict[str, float]:
 
 
 def row_of(results: Mapping[str, Tensor]) -> Tensor:
-    """The sums in one tensor, for the all-reduce."""
+    """Returns the sums in one tensor, for the all-reduce."""
     return torch.stack([value.detach().double() for value in results.values()])
 
 
 def power_of_two_near(value: float) -> float:
-    """The power of two nearest to `value`: dividing by it is exact."""
+    """Returns the power of two nearest to `value`: dividing by it is exact."""
     return 2.0 ** round(math.log2(value)) if value > 0 else 1.0
 
 
 def metrics_in(names: Sequence[str]) -> list[str]:
-    """The metrics among the names of sums."""
+    """Returns the metrics among the names of sums."""
     return [name.removeprefix(_SUM) for name in names if name.startswith(_SUM)]
 
 
 def describe_metrics(names: list[str]) -> str:
-    """The metrics among the names of sums, for a message."""
+    """Returns the metrics among the names of sums, for a message."""
     metrics = metrics_in(names)
     own = {name.removeprefix(_COUNT) for name in names if name.startswith(_COUNT)}
     return ", ".join(f"{name} (with a count)" if name in own else name for name in metrics) or "none"
@@ -113,7 +113,7 @@ class CountCheck:
         self._ones = bool(count.item() == 1)
 
     def remark(self, *, ended: bool) -> str | None:
-        """The warning, once, after the first steps or at the end of the run; None if there is nothing to warn about."""
+        """Returns the warning once, after the first steps or at the end of the run; None if there is no problem."""
         enough = len(self._steps) >= (1 if ended else _FIRST_STEPS)
         if self._has_warned or not enough or not self._ones or self._samples < 2:
             return None

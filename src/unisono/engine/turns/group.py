@@ -24,7 +24,7 @@ MOST_STEPS = 10**6
 
 @dataclass(frozen=True)
 class Group:
-    """Weights that are trained together, in turn with other groups; None: the value in the run's settings.
+    """Weights that are trained together, in turn with other groups. A field that is None follows the run's settings.
 
     `Group("critic", weights="critic.", steps=5)` trains for 5 steps the weights whose names begin with "critic.", then
     it is the next group's turn. Each step trains one group on one global batch.
@@ -33,7 +33,7 @@ class Group:
     name: str
     """Identifies the group: `Recipe.group`, metrics such as `critic/loss`."""
     weights: str | Sequence[str] | Callable[[str], bool]
-    """The weights: a prefix of their names, several prefixes, or a function that tells by a name."""
+    """The weights: a prefix of their names, several prefixes, or a function that accepts or rejects a name."""
     steps: int = 1
     """Number of steps in a row that train this group."""
     optimizer: str | None = None
@@ -57,11 +57,11 @@ class Group:
         return name.startswith(self.weights if isinstance(self.weights, str) else tuple(self.weights))
 
     def optim(self, settings: OptimSettings) -> OptimSettings:
-        """The optimizer settings of this group, in a run with these settings."""
+        """Returns the optimizer settings of this group, in a run with these settings."""
         return replace(settings, **self._own(_OPTIM))
 
     def ema(self, settings: EmaSettings) -> EmaSettings:
-        """The settings of this group's moving average, in a run with these settings."""
+        """Returns the settings of this group's moving average, in a run with these settings."""
         return replace(settings, **self._own(("ema_decay",)))
 
     def _own(self, names: Iterable[str]) -> dict[str, Any]:
@@ -104,7 +104,7 @@ def check_groups(groups: Any) -> Sequence[Group]:
 
 
 def weights_of(groups: Sequence[Group], names: Sequence[str]) -> list[list[str]]:
-    """The names of the trainable weights of each group; RecipeError unless every weight is in exactly one group."""
+    """Returns the names of each group's trainable weights; RecipeError unless every weight is in exactly one group."""
     held: list[list[str]] = [[] for _ in groups]
     for name in names:
         numbers = [number for number, group in enumerate(groups) if group.holds(name)]
@@ -121,7 +121,7 @@ def weights_of(groups: Sequence[Group], names: Sequence[str]) -> list[list[str]]
         if not weights:
             raise RecipeError(
                 f"groups(): {group.name} has no weights: no trainable weight of model() has a name that it accepts "
-                f"({_accepts(group)}); one of model() is {names[0]}"
+                f"({_accepts(group)}); the first trainable weight is {names[0]}"
             )
     return held
 

@@ -24,12 +24,12 @@ class Rhythm:
         return list(accumulate(self.steps))
 
     def group_at(self, step: int) -> int:
-        """The number of the group that step `step` (from 0) trains."""
+        """Returns the number of the group that step `step` (from 0) trains."""
         position = step % self.cycle
         return next(number for number, end in enumerate(self._ends) if position < end)
 
     def own_steps(self, number: int, step: int) -> int:
-        """How many of the first `step` steps train this group."""
+        """Returns how many of the first `step` steps train this group."""
         cycles, position = divmod(step, self.cycle)
         own = self.steps[number]
         return cycles * own + min(max(position - self._ends[number] + own, 0), own)

@@ -109,7 +109,7 @@ class RunRecord:
         return slots
 
     def largest_drift(self, machine_epsilon: float) -> float:
-        """The largest tolerated difference of a weight whose gradient is only rounding error."""
+        """Returns the largest tolerated difference of a weight whose gradient is only rounding error."""
         if any(self._is_normalised(name) for name in self.slots):
             return self._drift
         if any("exp_avg_sq" in slots for slots in self.slots.values()):
@@ -117,7 +117,7 @@ class RunRecord:
         return 0.0
 
     def drift_of(self, name: str, machine_epsilon: float) -> Tensor | float:
-        """The tolerated drift of each element of a weight: the second term of the formula above."""
+        """Returns the tolerated drift of each element of a weight: the second term of the formula above."""
         if "exp_avg_sq" in self.slots.get(name, ()):
             [second_moment] = load_whole(self.checkpoint, f"optimizer.{name}.exp_avg_sq").values()
             return self._drift * self._fraction(second_moment.double(), machine_epsilon)
@@ -135,7 +135,7 @@ class RunRecord:
         return bool(slots) and "exp_avg_sq" not in slots and not is_sgd
 
     def _fraction(self, second_moment: Tensor, machine_epsilon: float) -> Tensor:
-        """The fraction of a full step that depends on rounding."""
+        """Returns the fraction of a full step that depends on rounding."""
         norms = [norm for norm in self.metrics.get("grad_norm", []) if math.isfinite(norm)]
         noise = NOISE_FACTOR * machine_epsilon * max(norms, default=1.0)
         corrected = second_moment / (1 - self.optim.beta2 ** len(self.losses))
@@ -168,7 +168,7 @@ class Differences:
         return self.first_loss is None and self.different_weight is None
 
     def describe(self) -> str:
-        """A description of the first difference."""
+        """Returns a description of the first difference."""
         if self.different_weight is not None:
             return f"the first weight that differs is {self.different_weight}"
         if self.first_loss is not None:
@@ -179,7 +179,7 @@ class Differences:
 def compare(
     reference: RunRecord, other: RunRecord, precision: str, ignored: frozenset[str] = frozenset()
 ) -> Differences:
-    """The differences between `other` and `reference`, without the metrics in `ignored`."""
+    """Returns the differences between `other` and `reference`, without the metrics in `ignored`."""
     limit = TOLERANCES[precision]
     gaps = [_gap(a, b) for a, b in _pairs(reference.losses, other.losses)]
     first_loss = next((step for step, gap in enumerate(gaps, start=1) if not gap <= limit.loss), None)
@@ -202,7 +202,7 @@ def compare(
 
 
 def different_metrics(reference: RunRecord, other: RunRecord, precision: str) -> frozenset[str]:
-    """The names of metrics that differ between two runs."""
+    """Returns the names of metrics that differ between two runs."""
     limit = TOLERANCES[precision].metric
     return frozenset(name for name, gap in _metric_gaps(reference, other).items() if not gap <= limit)
 
@@ -216,7 +216,7 @@ def _metric_gaps(reference: RunRecord, other: RunRecord) -> dict[str, float]:
 
 
 def _weights(reference: RunRecord, other: RunRecord, limit: Tolerance) -> Iterator[tuple[str, float, bool]]:
-    """For each tensor of the model: name, largest difference, and whether that is within the tolerance."""
+    """Yields the name and the largest difference of each tensor, and whether the difference is within the tolerance."""
     expected, actual = load_whole(reference.checkpoint, "model."), load_whole(other.checkpoint, "model.")
     for name in sorted(expected, key=_natural):
         a, b = expected[name].double(), actual[name].double()
@@ -249,7 +249,7 @@ def _number(value: object) -> float:
 
 
 def _numbers(value: object) -> list[float]:
-    """All numbers in a JSON value, which is a number, a curve, or a mapping of numbers and curves."""
+    """Returns all numbers in a JSON value, which is a number, a curve, or a mapping of numbers and curves."""
     if isinstance(value, list):
         return [number for each in value for number in _numbers(each)]
     if isinstance(value, Mapping):
@@ -258,5 +258,5 @@ def _numbers(value: object) -> list[float]:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """A sort key that puts blocks.2 before blocks.10."""
+    """Returns a sort key that puts blocks.2 before blocks.10."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]

@@ -58,7 +58,7 @@ class VerifyPlan:
             check_context(self.context_of(ranks), ranks)
 
     def context_of(self, ranks: int) -> int:
-        """Number of ranks that share a sample in a run of `ranks` ranks; 1 if there is only one rank."""
+        """Returns the number of ranks that share a sample in a run of `ranks` ranks; 1 if there is only one rank."""
         return self.context if ranks > 1 else 1
 
     @property
@@ -133,7 +133,7 @@ class Verdict:
 def variants(
     plan: VerifyPlan, global_batch: int, shard_size: int | str = "auto", *, single_samples: bool = False
 ) -> list[Variant]:
-    """The runs to compare: each number of ranks, under each strategy, with one and with several micro-batches.
+    """Returns the runs to compare: each number of ranks, under each strategy, with one and with several micro-batches.
 
     `single_samples`: only with micro-batches of one sample, because the result depends on the micro-batches by design.
     """
@@ -150,20 +150,20 @@ def variants(
 
 
 def _shard_size(strategy: str, ranks: int, requested: int | str) -> int | str:
-    """The shard_size of a variant: the user's value; for hsdp without one, two copies of the weights if possible."""
+    """Returns a variant's shard_size: the user's value, or for hsdp one with two copies of the weights, if possible."""
     if strategy not in ("fsdp", "hsdp"):
         return "auto"
     return divisors(ranks)[-2] if strategy == "hsdp" and requested == "auto" else requested
 
 
 def _smaller(global_batch: int, ranks: int) -> list[int]:
-    """A micro-batch size that splits a rank's share, if there is one; uneven parts if possible.
+    """Returns a micro-batch size that splits a rank's share, if there is one, with uneven parts if possible.
 
     Equal parts would hide a loss that wrongly returns a mean: the mean of their means is the overall mean.
     """
     share = -(-global_batch // ranks)
     sizes = [size for parts in (3, 4, 5, 2) if share >= parts and (size := -(-share // parts)) < share]
-    # Avoids micro-batches of a single sample, which batch norm rejects.
+    # Avoid micro-batches of a single sample, which batch norm rejects.
     return sorted(sizes, key=lambda size: (_is_even(global_batch, ranks, size), share // -(-share // size) < 2))[:1]
 
 
@@ -173,7 +173,7 @@ def _is_even(global_batch: int, ranks: int, size: int) -> bool:
 
 
 def uneven_batch(global_batch: int, ranks: Sequence[int]) -> int:
-    """The next batch size that ranks, or a single rank's micro-batches, cannot divide evenly; see `_smaller`."""
+    """Returns the next batch size that ranks, or one rank's micro-batches, cannot divide evenly; see `_smaller`."""
     if max(ranks) > 1:
         return global_batch + 1 if global_batch % max(ranks) == 0 else global_batch
     while not any(not _is_even(global_batch, 1, size) for size in _smaller(global_batch, 1)):
@@ -212,7 +212,7 @@ def verify(
 def _compare_all(runner: _Runner, to_run: Sequence[Variant], precision: str) -> Verdict:
     reference = runner.run(to_run[0])
     results = [VariantResult(to_run[0], "reference", compare(reference, reference, precision))]
-    # Runs in another process, so that string hashes, which Python randomises at its start, differ too.
+    # Run in another process, so that string hashes, which Python randomises at its start, differ too.
     again = runner.run(to_run[0], first=1, remark=" again")
     ignored = frozenset[str]()
     differences = compare(reference, again, precision)
@@ -297,7 +297,7 @@ class _Runner:
         self._message(text)
 
     def _environ(self, rank: int, variant: Variant, folder: Path) -> dict[str, str]:
-        """The environment that a launcher gives a rank."""
+        """Returns the environment that a launcher gives a rank."""
         environ = {
             "RANK": rank,
             "WORLD_SIZE": variant.ranks,
@@ -364,7 +364,7 @@ def _failure(variant: Variant, cause: Outcome | None, folder: Path) -> VariantFa
 
 
 def _gpus(resolved: Resolved, ranks: int) -> str:
-    """The setting gpus: one GPU per rank, or all GPUs if there are fewer than ranks, which then share GPUs."""
+    """Returns the setting gpus: one GPU per rank, or all GPUs if there are fewer than ranks, which then share GPUs."""
     if resolved.explicit("gpus") and resolved.values["gpus"] == "0":
         return "0"
     return str(min(ranks, len(visible_gpus())))

@@ -33,7 +33,7 @@ def read_profile(folder: Path) -> Profile:
 
 
 def newest_profile(run_folder: Path) -> Profile | None:
-    """Reads the newest profile of a run; None if there is none that can be read."""
+    """Reads the newest readable profile of a run; None if there is none."""
     for folder in reversed(folders_of(run_folder, "steps")):
         try:
             return read_profile(folder)
@@ -43,7 +43,7 @@ def newest_profile(run_folder: Path) -> Profile | None:
 
 
 def read_memory(folder: Path, rank: int) -> dict[str, Any] | None:
-    """Reads a rank's memory over time; None if the profile has none that can be read."""
+    """Reads a rank's memory over time; None if the profile does not contain it, or the file is damaged."""
     try:
         content = read_json(folder / memory_name(rank))
     except (OSError, ValueError):

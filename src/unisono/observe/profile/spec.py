@@ -22,7 +22,7 @@ class ProfileSpec:
     steps: int
     memory: bool = False
     start: int | None = None
-    """The first step to profile, counted from 1 as in metrics.jsonl. None: after a few steps of each start."""
+    """The first step to profile, counted from 1 as in metrics.jsonl. None: a few steps after each start or resume."""
 
 
 def parse_profile(text: str | None) -> ProfileSpec | None:

@@ -28,7 +28,7 @@ def self_times(operators: Sequence[Span]) -> dict[str, tuple[float, int]]:
             duration = span.end - span.begin
             times[span.name] += duration
             calls[span.name] += 1
-            if stack:  # a range that outlives the one around it counts only as far as that one lasts
+            if stack:  # a range that outlives its enclosing range counts only until the enclosing range ends
                 times[stack[-1].name] -= min(span.end, stack[-1].end) - span.begin
             stack.append(span)
     return {name: (max(0.0, time), calls[name]) for name, time in times.items()}

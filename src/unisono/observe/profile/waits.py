@@ -47,7 +47,7 @@ def median_step_ms(parts: Mapping[str, Any]) -> float:
 
 
 def _windows(trace: Trace) -> list[tuple[int, float, float, float]]:
-    """(number, begin, end, begin of the next) of every step; the last one lasts until its kernels have ended."""
+    """Returns (number, begin, end, begin of the next) of every step; the last lasts until its kernels have ended."""
     steps = trace.steps
     begins = [mark.begin for _, mark in steps]
     last = max((mark.end for _, mark in steps), default=0.0)

@@ -84,7 +84,7 @@ def trained_in_turn(names: Collection[str]) -> list[str]:
 
 
 def _losses(in_turn: Sequence[str], series: dict[str, Series], marks: Sequence[Mark]) -> list[Chart | None]:
-    """Returns the chart of the loss, or one for each group that is trained in turn: their losses have other scales."""
+    """Returns the chart of the loss, or one chart per group trained in turn, because their losses differ in scale."""
     if not in_turn:
         return [_training_and_evaluation("loss", "Loss", series, may_be_log=True, marks=marks)]
     return [

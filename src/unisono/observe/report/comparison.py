@@ -61,7 +61,7 @@ def comparison(runs: Sequence[Run], now: datetime | None = None) -> str:
 
 
 def unique_names(folders: Sequence[Path]) -> list[str]:
-    """The shortest end of each path that no other path shares."""
+    """Returns for each path the shortest suffix that no other path has."""
     paths = [Path(os.path.abspath(folder)).parts for folder in folders]
     names = []
     for parts in paths:
@@ -73,7 +73,7 @@ def unique_names(folders: Sequence[Path]) -> list[str]:
 
 
 def _overview(runs: Sequence[Run], names: Sequence[str]) -> tuple[list[str], list[list[str]]]:
-    """The heads and rows of a table with a row per run."""
+    """Returns the heads and rows of a table with a row per run."""
     headlines = [name for name in _metrics_of(runs) if name.startswith("eval/")][:3]
     heads = ["run", "status", "steps", "training time", "ranks", "loss", *headlines, "samples/s", "faults survived"]
     rows = []
@@ -109,7 +109,7 @@ def _last(run: Run, name: str) -> str:
 
 
 def _metrics_of(runs: Sequence[Run]) -> list[str]:
-    """The metrics that any run has logged: the loss first, then the recipe's own, then speed and memory."""
+    """Returns the metrics that any run has logged: the loss first, then the recipe's own, then speed and memory."""
     names = list(dict.fromkeys(name for run in runs for name in run.metrics.series))
     own = [name for name in names if name not in (*_FIRST, *_LAST, *_HIDDEN)]
     evaluated = [name for name in own if name.startswith("eval/")]
@@ -122,7 +122,7 @@ def _metrics_of(runs: Sequence[Run]) -> list[str]:
 
 
 def _charts(runs: Sequence[Run], names: Sequence[str]) -> list[Chart]:
-    """A chart per metric with a line per run; every run has the same colour in all charts."""
+    """Returns a chart per metric with a line per run; every run has the same colour in all charts."""
     charts = []
     for metric in _metrics_of(runs):
         lines = []
@@ -148,7 +148,7 @@ def _charts(runs: Sequence[Run], names: Sequence[str]) -> list[Chart]:
 
 
 def _differences(parts: Sequence[dict[str, object]], defaults: Sequence[dict[str, object]]) -> list[list[str]]:
-    """A row per name whose values differ between the runs: the name, and its value in each run."""
+    """Returns a row per name whose values differ between the runs: the name, and its value in each run."""
     rows = []
     for name in dict.fromkeys(name for part in parts for name in part):
         values = [

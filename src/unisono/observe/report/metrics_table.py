@@ -53,13 +53,13 @@ class MetricsTable:
         return [row.get(key) for row in self.rows]
 
     def points(self, name: str) -> tuple[list[int], list[float]]:
-        """The steps that have a number of this name, and the numbers."""
+        """Returns the steps at which this metric has a number, and the numbers."""
         column = zip(self["step"], self[name], strict=True)
         known = [(step, value) for step, value in column if type(value) in (int, float)]
         return [step for step, _ in known], [value for _, value in known]
 
     def to_pandas(self) -> Any:
-        """A pandas DataFrame, with NaN where a step has no value."""
+        """Returns a pandas DataFrame, with NaN where a step has no value."""
         try:
             import pandas
         except ImportError:

@@ -58,7 +58,7 @@ _Line = tuple[str, tuple[list[int], list[float]]]
 
 
 def _charts(table: MetricsTable, names: Sequence[str]) -> list[tuple[str, list[_Line]]]:
-    """Name -> lines of each chart."""
+    """Returns the name and the lines of each chart."""
     known = set(table.columns)
     unknown = next((name for name in names if name not in known and f"eval/{name}" not in known), None)
     if unknown is not None:

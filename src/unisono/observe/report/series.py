@@ -20,7 +20,7 @@ _SMALLEST = 1e-290  # a fraction of a smaller value may underflow to 0
 
 def number(value: object) -> float | None:
     """Returns a value if it is a number that can be drawn; None for "nan", other text or a bool."""
-    # Uses type() instead of isinstance, because a bool is an instance of int and type() is faster in millions of calls.
+    # Use type() instead of isinstance, because a bool is an instance of int and type() is faster in millions of calls.
     if (type(value) is float or type(value) is int) and -_LARGEST < value < _LARGEST:  # false for nan
         return value if value > _SMALLEST or value < -_SMALLEST else 0.0
     return None

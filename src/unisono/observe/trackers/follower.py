@@ -1,7 +1,7 @@
-"""Follows a run folder and passes what is new to a tracker, each step once.
+"""Follows a run folder and passes new records to a tracker, each step once.
 
-The run folder is the only source: metrics.jsonl contains each step once, in order, also after a restart. So a tracker
-needs no queue in the training process, and one that was slow, failed or started later receives what it missed.
+The run folder is the only source: metrics.jsonl contains each step once, in order, even after a restart. So a tracker
+needs no queue in the training process, and a tracker that was slow, failed or started late receives what it missed.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Follower:
         self._status = "interrupted"
 
     def open(self) -> None:
-        """Opens the tracker; to be called again if it raises."""
+        """Opens the tracker. If the tracker raises, call it again."""
         last = self._tracker.open(self._run)
         self._remembers = last is None
         self._opened_at = EVERYTHING if last is None else last
@@ -77,7 +77,7 @@ class Follower:
             any_new = True
             while self._calls:
                 self._calls[0]()
-                self._calls.popleft()  # only now: a call that raises is made again
+                self._calls.popleft()  # removed only after the call, so that a call that raises is repeated
         if any_new:
             self._tracker.flush()
         return any_new
@@ -88,7 +88,7 @@ class Follower:
         self._tracker.close(self._status)
 
     def _read(self, everything: bool) -> None:
-        # Reads the metrics first: a preview is then read together with all metrics that were written before it.
+        # Read the metrics first: a preview is then read together with all metrics that were written before it.
         metrics, events = self._metrics.read(), self._events.read()
         steps: list[tuple[int, Callable[[], None]]] = []
         for record in metrics:
@@ -110,7 +110,7 @@ class Follower:
 
     def _log(self, record: Mapping[str, Any]) -> None:
         step = record["step"]
-        # A step that is due was logged and then evaluated: two records.
+        # A step may have two records: its training metrics, and then its evaluation.
         if step > self._last or step == self._delivered:
             self._tracker.log(step, numbers_of(record))
             self._last = self._delivered = max(self._last, step)

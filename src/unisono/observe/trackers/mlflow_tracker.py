@@ -20,11 +20,13 @@ _NOT_ALLOWED = re.compile(r"[^\w\-. /]")  # in the name of a metric or parameter
 
 
 class MlflowTracker(Tracker):
-    """One MLflow run for all starts of a run; it is found again by a tag with the run's id."""
+    """Uses one MLflow run for all starts of a run, and finds it by a tag with the run's id."""
 
     def open(self, run: TrackedRun) -> int | None:
-        """Creates or finds the MLflow run. Returns -1, because `log` itself skips the metrics that it already has."""
-        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow asks for it since its files are deprecated
+        """Creates or finds the MLflow run. Returns -1, because `log` itself skips metrics that MLflow already has."""
+        os.environ.setdefault(
+            "MLFLOW_ALLOW_FILE_STORE", "true"
+        )  # required by MLflow, which has deprecated its file store
         from mlflow import MlflowClient
         from mlflow.entities import Metric, Param, RunTag
 

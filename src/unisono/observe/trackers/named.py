@@ -22,7 +22,7 @@ _PACKAGES = {"wandb": ("wandb", "wandb"), "mlflow": ("mlflow", "mlflow-skinny"),
 
 
 def named(track: str | None) -> list[str]:
-    """The trackers in a value of `track`, each once, without `tensorboard`, which runs in the training process."""
+    """Returns the distinct trackers in a value of `track`, except `tensorboard`, which runs in the training process."""
     return [name for name in _split(track) if name != TENSORBOARD]
 
 
@@ -32,7 +32,7 @@ def wants_tensorboard(track: str | None) -> bool:
 
 
 def check_track(track: str | None) -> None:
-    """Rejects an unknown tracker, and one whose package is not installed."""
+    """Rejects unknown trackers, and trackers whose package is not installed."""
     for name in _split(track):
         if ":" in name:
             continue
@@ -46,7 +46,7 @@ def check_track(track: str | None) -> None:
 
 
 def check_own(track: str | None) -> None:
-    """Imports the user's trackers, and rejects what is not a subclass of Tracker."""
+    """Imports the user's trackers, and rejects objects that are not subclasses of Tracker."""
     for name in named(track):
         if name not in BUILT_IN:
             load_tracker(name)

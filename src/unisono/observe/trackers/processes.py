@@ -23,7 +23,7 @@ _VARIABLES_OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "
 
 
 class TrackerProcesses:
-    """The processes of a run's trackers; on other ranks than the main one, create it without trackers."""
+    """The processes of a run's trackers. On all ranks except the main rank, create it without trackers."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class TrackerProcesses:
             self._start(label, {**order, "hang_s": timeout_s})
 
     def _start(self, label: str, order: dict[str, object]) -> None:
-        # Without a GPU and without the variables of a rank, for which libraries would look.
+        # Hide the GPUs and the variables of a rank, which libraries would otherwise use.
         environ = {name: value for name, value in os.environ.items() if name not in _VARIABLES_OF_RANKS}
         environ |= {"CUDA_VISIBLE_DEVICES": "", "UNISONO_LAUNCHER_PID": str(os.getpid()), "OMP_NUM_THREADS": "1"}
         try:
@@ -86,7 +86,7 @@ class TrackerProcesses:
         for process in self._processes.values():
             assert process.stdin is not None
             with suppress(OSError):  # the process is gone
-                # A line, because a forked process of the recipe may hold the other end open.
+                # Closing the pipe is not enough, because a process that the recipe forked may hold it open.
                 process.stdin.write("end\n")
                 process.stdin.close()
         announced = threading.Timer(_SOON_S, self._message, [f"waiting for {' and '.join(self._processes)}"])
@@ -107,4 +107,4 @@ class TrackerProcesses:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-            self._message(f"track {label}: did not finish in time; the run folder has what it lacks")
+            self._message(f"track {label}: did not finish in time; the run folder contains the missing records")

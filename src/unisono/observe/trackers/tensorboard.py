@@ -32,7 +32,7 @@ _LARGEST = 4 * 2**20  # largest image or text, in bytes
 class TensorBoardTracker:
     """Writes TensorBoard files to `folder`; needs the package tensorboard.
 
-    It does not use torch's SummaryWriter, because that one's thread dies on a full disk and all its methods raise then.
+    It does not use torch's SummaryWriter, whose thread dies on a full disk, after which all of its methods raise.
     """
 
     def __init__(self, folder: str | Path, step: int = 0) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 EVERYTHING = -1
-"""The last step of a tracker that has none yet."""
+"""The last step of a tracker that has not received any step yet."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Reads which steps the local files of W&B contain (`wandb/*/run-ID.wandb`), to continue after them.
 
-A killed process loses the rows that W&B had not written yet, so only its files tell where to continue. They have the
-format of LevelDB's log: blocks of 32 KiB with records, and each record is a protocol buffer.
+A killed process loses the rows that W&B had not written yet, so only W&B's files show the last step that was stored.
+They have the format of LevelDB's log: blocks of 32 KiB with records, and each record is a protocol buffer.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Finds the runs in a folder, and follows those that appear and vanish."""
+"""Finds the runs in a folder, and keeps the list up to date when runs appear or disappear."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Runs:
 
 
 def _runs_in(path: Path) -> list[Path]:
-    """The run folders at `path` or below it. Follows no symbolic links below it."""
+    """Returns the run folders at `path` or below it. Follows no symbolic links below it."""
     runs, level, seen = [], [path], 0
     for depth in range(_DEPTH + 1):
         below: list[Path] = []

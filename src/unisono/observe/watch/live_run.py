@@ -1,4 +1,4 @@
-"""A run as it is now: reads what its files have gained since the last look."""
+"""The current state of a run, read from the records that were appended to its files since the last update."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class _View:
 
     def __init__(self, folder: Path) -> None:
         self._run, self._over = LiveRun(folder), Event()
-        # The notebook knows by the context to which cell an output belongs.
+        # The notebook uses the context to find the cell to which an output belongs.
         context = contextvars.copy_context()
         self._thread = Thread(target=lambda: context.run(self._update_regularly), name="notebook view", daemon=True)
         self._display: Any = None

@@ -30,7 +30,7 @@ Parts = dict[str, Markup]
 
 
 class RunView:
-    """Draws the parts of a run, and those that cost most only when something has changed."""
+    """Draws the parts of a run; draws expensive parts only if something has changed."""
 
     def __init__(self, run: LiveRun, name: str) -> None:
         self.run, self.name = run, name
@@ -39,7 +39,7 @@ class RunView:
         self._num_previews = -1
 
     def parts(self) -> Parts:
-        """The parts as they are now."""
+        """Returns the parts as they are now."""
         if self._version != self.run.version:
             self._version = self.run.version
             self._drawn = self._draw_slow_parts()
@@ -91,7 +91,7 @@ class RunView:
 
 
 def list_parts(runs: Runs) -> Parts:
-    """The list of all runs."""
+    """Returns the list of all runs."""
     cards = []
     for name, live in runs.by_name.items():
         loss, left = live.run.metrics.series.get("loss"), live.seconds_left
@@ -119,7 +119,7 @@ def list_parts(runs: Runs) -> Parts:
 
 
 def whole_page(title: str, parts: Parts, state: str, *, home: bool) -> str:
-    """The page with its parts; `state` is the address of their changes, `home` adds a link to the list of runs."""
+    """Returns the page with its parts. `state` is the URL of their changes; `home` adds a link to the list of runs."""
     return render(
         _TEMPLATE,
         kind="watch",
@@ -134,13 +134,13 @@ def whole_page(title: str, parts: Parts, state: str, *, home: bool) -> str:
 
 
 def changed_parts(parts: Parts, seen: Mapping[str, str]) -> list[tuple[str, str, str]]:
-    """The parts that differ from those that the browser shows: name, digest, HTML."""
+    """Returns the parts that differ from those that the browser shows: name, digest, HTML."""
     digests = {name: digest(html) for name, html in parts.items()}
     return [(name, digests[name], str(html)) for name, html in parts.items() if seen.get(name) != digests[name]]
 
 
 def digest(html: str) -> str:
-    """A short fingerprint of a part."""
+    """Returns a short fingerprint of a part."""
     return hashlib.sha256(html.encode()).hexdigest()[:12]
 
 

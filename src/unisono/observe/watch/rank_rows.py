@@ -55,7 +55,7 @@ def rank_rows(ranks: Sequence[Rank], most: int = MOST_ROWS) -> tuple[list[RankRo
 
 
 def used_columns(rows: Sequence[RankRow]) -> list[tuple[str, str]]:
-    """The columns in which any row has a text."""
+    """Returns the columns in which any row has a text."""
     return [(name, head) for name, head in COLUMNS if any(str(getattr(row, name)) for row in rows)]
 
 

@@ -1,7 +1,7 @@
 """Each rank's status, in a small file of the run folder that a thread replaces about once per second.
 
 The thread reads what the rank already has in memory: its heartbeat, the numbers of the last logged step, and the load
-of its GPU. So no step waits for a disk or for another rank, and a rank that hangs still shows where. Small files that
+of its GPU. So no step waits for a disk or for another rank, and the status shows where a rank hangs. Small files that
 are replaced by a rename work on every shared file system. Nothing is written before the folder contains a run, because
 a user error must leave no files.
 """
@@ -30,12 +30,12 @@ _RANKS_PER_SECOND = 64  # more ranks write less often, so that a shared file sys
 
 
 def write_interval_s(world: int) -> float:
-    """Seconds between two writes of one rank."""
+    """Returns the seconds between two writes of one rank."""
     return EVERY_S * max(1.0, world / _RANKS_PER_SECOND)
 
 
 def status_file(run: Path, rank: int) -> Path:
-    """The status file of a rank."""
+    """Returns the status file of a rank."""
     return run / STATUS / f"rank_{rank}.json"
 
 
@@ -83,7 +83,7 @@ class RankStatus:
                 write_atomically(file, text, one_writer=True)
 
     def _write_regularly(self) -> None:
-        # Begins with a pause, so that a start that is refused at once leaves the files of the last start as they are.
+        # Begin with a pause, so that a start that is rejected at once leaves the previous start's files unchanged.
         while not self._stop.wait(self._every_s):
             self.write()
         if self._has_written or self.numbers:

@@ -27,7 +27,7 @@ _FILE = re.compile(r"rank_(\d{1,6})\.json")
 
 @dataclass(frozen=True)
 class Rank:
-    """What one rank does, as its status file says."""
+    """What one rank does, according to its status file."""
 
     rank: int
     phase: str
@@ -50,7 +50,7 @@ class Rank:
         return self.numbers.get("gpu_util", self.numbers.get("cpu_util"))
 
     def share(self, name: str) -> float | None:
-        """The fraction of a step that a wait takes (data_wait_ms, comm_ms)."""
+        """Returns the fraction of a step that a wait takes (data_wait_ms, comm_ms)."""
         wait, step = self.numbers.get(name), self.numbers.get("step_ms")
         return min(1.0, wait / step) if wait is not None and step else None
 
@@ -82,7 +82,7 @@ class RankReader:
                 self._last.pop(rank, None)
                 continue
             before = self._last.get(rank)
-            if before is None:  # read for the first time: the age of the file is all there is to know
+            if before is None:  # on the first read, only the age of the file is known
                 age = max(0.0, time.time() - (number(record.get("time")) or 0.0))
                 age_of_beat = max(age, time.time() - (number(record.get("phase_since")) or 0.0))
                 before = record, now - age, now - age_of_beat

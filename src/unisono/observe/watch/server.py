@@ -1,9 +1,9 @@
 """Serves the live page on this machine, with the standard library's server.
 
-The page shows what the run folders say, so it is for the user's eyes only. By default the server listens on 127.0.0.1,
-and answers only requests that name this machine: otherwise a web site could point its own name at 127.0.0.1 and read
-the page. On any other address, and with --token also on 127.0.0.1, a request needs the token: from the printed address
-first, then from a cookie.
+The page shows the contents of run folders, which may be private. By default the server listens on 127.0.0.1, and
+answers only requests whose host name is this machine: otherwise a web site could resolve its own name to 127.0.0.1 and
+read the page. On any other address, and with --token also on 127.0.0.1, a request needs the token: the first request
+takes it from the printed address, later requests from a cookie.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Site:
         self._views: dict[str, RunView] = {}
 
     def page(self, path: str, name: str | None) -> str | None:
-        """The whole page at `path`; None if there is none."""
+        """Returns the whole page at `path`; None if there is none."""
         with self._lock:
             shown = self._parts(path, name)
             if shown is None:
@@ -53,7 +53,7 @@ class Site:
             return whole_page(title, parts, state, home=name is not None)
 
     def state(self, name: str | None, seen: dict[str, str]) -> dict[str, Any] | None:
-        """The parts that have changed; `seen` are the digests of the parts that the browser shows."""
+        """Returns the parts that have changed; `seen` are the digests of the parts that the browser shows."""
         with self._lock:
             shown = self._parts("/" if name is None else "/run", name)
             if shown is None:
@@ -106,7 +106,7 @@ def _why_not(host: str, port: int, error: OSError | UnicodeError) -> str:
     if error.errno == 98 or "in use" in str(reason).lower():
         return f"port {port} is in use; choose another one with --web PORT, or any free one with --web 0"
     if isinstance(error, PermissionError):
-        return f"port {port} needs more rights; choose one above 1023 with --web PORT"
+        return f"port {port} requires root privileges; choose one above 1023 with --web PORT"
     return f"--host {host}, port {port}: cannot listen there ({reason}); use --host 127.0.0.1"
 
 
@@ -114,7 +114,7 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that closes a connection is no error."""
+        """Prints nothing, because a browser may close a connection at any time."""
 
 
 class _Handler(BaseHTTPRequestHandler):

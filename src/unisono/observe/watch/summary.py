@@ -1,4 +1,4 @@
-"""A run in a few lines, as text and as HTML with its own style, for pages that are not unisono's."""
+"""Describes a run in a few lines, as text and as HTML that includes its style, for pages of other programs."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _MOST_RANKS = 16
 
 
 def as_text(run: LiveRun) -> str:
-    """The run in one line."""
+    """Returns the run in one line."""
     return "  ".join([_state(run), *_numbers(run)])
 
 
 def as_html(run: LiveRun) -> Markup:
-    """The run as a small block: progress, numbers, loss, and its ranks if there are several."""
+    """Returns the run as a small block: progress, numbers, loss, and its ranks if there are several."""
     loss = run.run.metrics.series.get("loss")
     points = [] if loss is None else loss.trend() if is_smoothed(loss) else loss.points()
     rows, num_more = rank_rows(run.ranks, _MOST_RANKS)

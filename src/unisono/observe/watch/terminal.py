@@ -89,7 +89,7 @@ class Screen:
         self._selected = names[min(max(at + (1 if key in ("down", "j") else -1), 0), len(names) - 1)]
 
     def draw(self) -> RenderableType:
-        """The whole screen."""
+        """Returns the whole screen."""
         names, height = list(self._runs.by_name), self._console.height
         if not names:
             return Text("no run in this folder yet; q quits")
@@ -103,7 +103,7 @@ class Screen:
         return Group(runs, keys, self.details(self._runs.by_name[self._selected], height - most - 4))
 
     def list_of_runs(self, most: int, selected: int | None = None) -> RenderableType:
-        """A line per run; with more than `most`, those around the selected one."""
+        """Returns a line per run; with more than `most`, those around the selected one."""
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), expand=False)
         for column in ("run", "state", "step", "loss", "left", "ranks"):
             table.add_column(column, no_wrap=True, header_style="dim", justify="left")

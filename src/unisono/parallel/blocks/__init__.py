@@ -1,1 +1,1 @@
-"""Everything that happens block by block: recomputation, compilation, prefetching, and waiting in host memory."""
+"""Everything that happens block by block: recomputation, compilation, prefetching, and storage in host memory."""

@@ -48,7 +48,7 @@ def use_compile_cache() -> Path:
 
 
 def compile_conditions() -> dict[str, Any]:
-    """Everything that compiled code depends on besides the code itself, the shapes and torch's own keys."""
+    """Returns everything that compiled code depends on besides the code itself, the shapes and torch's own keys."""
     import torch._inductor.config as inductor
 
     kernels = torch.backends.cuda
@@ -77,7 +77,7 @@ def compile_conditions() -> dict[str, Any]:
 
 
 def count_compilations() -> dict[str, int]:
-    """How many graphs this process has compiled so far, and how many it has loaded from the cache."""
+    """Returns the number of graphs that this process has compiled, and the number that it has loaded from the cache."""
     from torch._dynamo.utils import counters
 
     found = counters["inductor"]
@@ -88,7 +88,7 @@ def count_compilations() -> dict[str, int]:
 
 
 def _root() -> Path:
-    """The folder that the user has set for torch, or one in the user's cache folder."""
+    """Returns the folder that the user has set for torch, or one in the user's cache folder."""
     set_by_user = os.environ.get(_VARIABLE)
     if set_by_user:
         folder = Path(set_by_user)

@@ -77,7 +77,7 @@ class HostGradients:
                 self._store(number, slot, [extract.of(slot.flat) for extract in memory.extracts])
 
     def norms(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The norm of each tensor, on the device: gradients in host memory, or tensors on the device."""
+        """Returns the norm of each tensor, on the device: gradients in host memory, or tensors on the device."""
         others = [tensor for tensor in tensors if id(tensor) not in self._norms]
         computed = iter(torch._foreach_norm(others) if others else [])
         return [self._norms[id(tensor)] if id(tensor) in self._norms else next(computed) for tensor in tensors]
@@ -89,7 +89,7 @@ class HostGradients:
         self._norms.clear()
 
     def _take(self) -> Slot:
-        """A free buffer. The order of blocks may be such that more buffers are needed."""
+        """Returns a free buffer; allocates another one if the order of blocks requires it."""
         return self._free.pop(0) if self._free else Slot(self._slot_bytes, self._device)
 
     def _store(self, number: int, slot: Slot, totals: Sequence[Tensor]) -> None:

@@ -28,13 +28,13 @@ class Extract:
         return self.offset + _num_spanned(self.shape, self.stride) * self.dtype.itemsize
 
     def of(self, flat: Tensor) -> Tensor:
-        """The tensor as a view of a flat buffer."""
+        """Returns the tensor as a view of a flat buffer."""
         elements = flat[self.offset : self.end].view(self.dtype)
         return elements.as_strided(self.shape, self.stride, elements.storage_offset())
 
     @classmethod
     def at(cls, tensor: Tensor) -> Extract:
-        """The position of a tensor that is a view of a flat buffer."""
+        """Returns the position of a tensor that is a view of a flat buffer."""
         offset = int(tensor.storage_offset()) * tensor.dtype.itemsize
         return cls(offset, tensor.dtype, tensor.shape, tensor.stride())
 
@@ -43,7 +43,7 @@ class HostTensors:
     """Tensors in one host buffer, page-locked if a GPU copies it."""
 
     def __init__(self, like: Sequence[Tensor], *, pin: bool) -> None:
-        """Memory for tensors of these shapes and types, not initialised."""
+        """Allocates uninitialised memory for tensors with the shapes and types of `like`."""
         self.extracts, num_bytes = layout(like)
         self.flat = _page_locked(num_bytes) if pin else torch.empty(num_bytes, dtype=torch.uint8)
         self.views = [extract.of(self.flat) for extract in self.extracts]
@@ -55,12 +55,12 @@ class HostTensors:
 
 
 def flat_bytes(tensors: Sequence[Tensor]) -> int:
-    """Bytes of the flat buffer of these tensors."""
+    """Returns the bytes of the flat buffer of these tensors."""
     return layout(tensors)[1]
 
 
 def layout(tensors: Sequence[Tensor]) -> tuple[list[Extract], int]:
-    """The positions of these tensors in a flat buffer, and its size in bytes."""
+    """Returns the positions of these tensors in a flat buffer, and its size in bytes."""
     extracts, end = [], 0
     for tensor in tensors:
         # A transposed weight stays transposed, as matrix products in 8 bits need it and as compiled code expects.
@@ -73,12 +73,12 @@ def layout(tensors: Sequence[Tensor]) -> tuple[list[Extract], int]:
 
 
 def aligned(num_bytes: int) -> int:
-    """The next number of bytes at which a tensor may begin."""
+    """Returns the next number of bytes at which a tensor may begin."""
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _num_spanned(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """The number of elements between the first and the last element of a tensor, inclusive."""
+    """Returns the number of elements between the first and the last element of a tensor, inclusive."""
     return 0 if 0 in shape else 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
 
 
@@ -87,7 +87,7 @@ class _Pages(mmap.mmap):
 
 
 def _page_locked(num_bytes: int) -> Tensor:
-    """A page-locked buffer of exactly this size: torch's own allocator rounds sizes up to powers of two."""
+    """Returns a page-locked buffer of exactly this size: torch's own allocator rounds sizes up to powers of two."""
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     pages = _Pages(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     flat = torch.frombuffer(pages, dtype=torch.uint8, count=num_bytes)

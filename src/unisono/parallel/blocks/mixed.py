@@ -63,7 +63,7 @@ class MixedBlocks:
                 block._unisono_probe = None  # type: ignore[assignment]
 
     def measured(self) -> list[dict[str, int]]:
-        """What a block of each class stores on this rank, by level; empty if the trial pass did not use the class."""
+        """Returns the bytes that a block of each class stores here, by level; empty if the trial did not use it."""
         return [self._measured.get(kind, {}) for kind in dict.fromkeys(self._kinds)]
 
     def choose(self, limit: int, measured: Sequence[Sequence[Sizes]]) -> tuple[Counter[str], int]:
@@ -78,9 +78,10 @@ class MixedBlocks:
 
 
 def choose_levels(limit: int, blocks: Sequence[tuple[Sizes, Mapping[str, float]]]) -> list[str]:
-    """The level of each block, given as bytes and cost by level, so that all store at most `limit` at a small cost.
+    """Chooses the level of each block, so that together they store at most `limit` bytes at a low cost in speed.
 
-    It takes the step that frees most per cost until everything fits, early blocks first: backward frees theirs last.
+    `blocks` contains the bytes and the cost of each level, by block. Until all blocks fit, makes the change of level
+    that frees the most memory per cost. Early blocks come first, because backward frees their memory last.
     """
     levels = [STORE if sizes else WHOLE for sizes, _ in blocks]
     stored = sum(sizes[STORE] for sizes, _ in blocks if sizes)
@@ -119,7 +120,7 @@ class _Probe:
 
 
 def _stored_bytes(compute: Callable[[], Any], device: torch.device) -> int:
-    """What a forward pass leaves in memory for backward: its result, which the next block gets, and what it stores."""
+    """Returns the bytes that a forward pass leaves in memory: its result and what it stores for backward."""
     if device.type == "cuda":
         before: int = torch.cuda.memory_allocated(device)
         result = compute()
@@ -134,7 +135,7 @@ def _stored_bytes(compute: Callable[[], Any], device: torch.device) -> int:
 
 
 class _Allocations(TorchDispatchMode):
-    """Counts what operations allocate and nobody has freed yet, which torch counts on GPUs only."""
+    """Counts the memory that operations have allocated and not freed yet; torch itself counts it only on GPUs."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -155,7 +156,7 @@ class _Allocations(TorchDispatchMode):
 
 
 def _largest(of_ranks: Sequence[Sizes]) -> dict[str, int]:
-    """The measurements of the rank that stores most, level by level."""
+    """Returns the measurements of the rank that stores most, level by level."""
     levels = dict.fromkeys(level for sizes in of_ranks for level in sizes)
     return {level: max(sizes.get(level, 0) for sizes in of_ranks) for level in levels}
 
@@ -170,7 +171,7 @@ def _cost_of(kind: Any) -> Mapping[str, float]:
 
 @cache  # one class for all blocks of a kind, because torch.compile's guards check the class
 def _mixed(plain: Any, cheap: Any, products: Any, by_torch: bool, compiles: bool) -> type[nn.Module]:
-    """A subclass of `plain` whose instances compute at the level in `_unisono_level`."""
+    """Returns a subclass of `plain` whose instances compute at the level in `_unisono_level`."""
 
     def compiled(kind: Any) -> Any:
         return compiled_forward(kind) if compiles else kind.forward

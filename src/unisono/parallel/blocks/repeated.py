@@ -19,7 +19,7 @@ _MIN_FRACTION = 0.1  # of the weights: includes the layers of an encoder and of 
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """The modules whose class is repeated in a list and holds a large fraction of the weights; may be empty."""
+    """Returns the modules whose class is repeated in a list and holds a large fraction of the weights; may be empty."""
     families: dict[type, list[nn.Module]] = defaultdict(list)
     inside: set[nn.Module] = set()  # modules inside blocks: layers that a block repeats are not blocks themselves
     for container in model.modules():  # outer ones first
@@ -47,8 +47,8 @@ def recompute_activations(block: nn.Module, *, selective: bool = False) -> None:
     `selective`: it also stores what is expensive to recompute; see `selective.py`. Blocks with their own autograd
     functions may have their own form for that.
     """
-    # By a subclass of the block's class: a wrapper module would rename the weights, and DataParallel's replicas would
-    # share a patched instance.
+    # Subclass the block's class: a wrapper module would rename the weights, and DataParallel's replicas would share a
+    # patched instance.
     own = own_selective_class(block) if selective else None
     if isinstance(own, type):
         block.__class__ = own
@@ -73,7 +73,7 @@ def has_autograd_functions(
 
 
 def recomputing(plain: type[nn.Module], *, selective: bool = False, compute: Any = None) -> type[nn.Module]:
-    """A subclass of a class of blocks that recomputes its activations; `compute` is its compiled forward function."""
+    """Returns a subclass that recomputes its activations; `compute` is the compiled forward function, if any."""
     return _recomputing(plain, compute, selective=selective)  # type: ignore[arg-type]  # is hashable
 
 
@@ -83,7 +83,7 @@ def _recomputes(block: nn.Module) -> bool:
 
 @cache  # one subclass per class of blocks, because torch.compile's guards check the class
 def _recomputing(plain: type[nn.Module], compute: Any = None, *, selective: bool = False) -> type[nn.Module]:
-    """A subclass of `plain` that recomputes its activations; `compute` is plain.forward by default, or compiled."""
+    """Returns a subclass of `plain` that recomputes its activations; `compute` is by default plain.forward."""
     compute = compute or plain.forward
     options: dict[str, Any] = {"use_reentrant": False}
     if selective:
@@ -94,8 +94,8 @@ def _recomputing(plain: type[nn.Module], compute: Any = None, *, selective: bool
             return compute(self, *arguments, **keywords)
         if not keywords:
             return checkpoint(compute, self, *arguments, **options)
-        # As positional arguments: keywords could collide with checkpoint()'s own, and it looks for the devices whose
-        # random state it restores among positional arguments only.
+        # Pass keywords as positional arguments: keywords could collide with checkpoint()'s own, and checkpoint()
+        # searches only positional arguments for the devices whose random state it restores.
         names = tuple(keywords)
 
         def with_keywords(*values: Any) -> Any:
@@ -129,7 +129,7 @@ def compile_blocks(model: nn.Module, blocks: Sequence[nn.Module], dynamic: bool 
 
 
 def compiled_forward(kind: type[nn.Module], dynamic: bool | None = None) -> Any:
-    """The forward function of a class of blocks, compiled; for a caller that wraps it in code that must not be."""
+    """Returns the compiled forward function of a class of blocks, for callers that wrap it in uncompiled code."""
     _set_up_compiler()
     return _compiled(kind, dynamic)  # type: ignore[arg-type]  # classes are hashable
 

@@ -46,7 +46,7 @@ def store_expensive_results() -> tuple[AbstractContextManager[Any], AbstractCont
 
 
 def why_not_selective(block: nn.Module) -> str | None:
-    """Why a block can only be recomputed as a whole; None if it need not be."""
+    """Returns why a block can only be recomputed as a whole; None if it can store some of its results."""
     if hasattr(type(block), "_unisono_functions"):
         own = own_selective_class(block)
         if isinstance(own, type):
@@ -58,9 +58,9 @@ def why_not_selective(block: nn.Module) -> str | None:
 
 
 def own_selective_class(block: nn.Module, *, products: bool = False) -> type[nn.Module] | str | None:
-    """A class for a block with autograd functions that recomputes by itself what is cheap, or why there is none.
+    """Returns a class for a block with autograd functions that recomputes what is cheap, or why there is none.
 
-    `products`: one that recomputes matrix products too whose results are large. None for blocks without such a class.
+    With `products`, the class also recomputes matrix products with large results. None for blocks without such classes.
     """
     form = getattr(type(block), "_unisono_selective", None)
     return None if form is None else form(block, products=products)

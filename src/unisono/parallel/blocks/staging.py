@@ -64,7 +64,7 @@ class HostWeights:
         views = [extract.of(flat) for extract in self.memory.extracts]
         first = 0
         if self.num_trained and torch.is_grad_enabled():
-            # Not as the data of the parameters: autograd would add their gradients to parameter.grad, on the device.
+            # Do not assign to parameter.data: autograd would add the gradients to parameter.grad, on the device.
             first = self.num_trained
             fetched = _Fetched.apply(torch.empty(0, requires_grad=True), views[:first], receive)  # type: ignore[no-untyped-call]
             for (module, name), weight in zip(self.owners, fetched, strict=False):
@@ -204,5 +204,5 @@ def hidden_from_modes() -> AbstractContextManager[None]:
 
 
 def transfers_to(device: torch.device) -> Transfers:
-    """The way to copy weights to this device and back."""
+    """Returns the way to copy weights to this device and back."""
     return CudaTransfers(device) if device.type == "cuda" else Transfers()

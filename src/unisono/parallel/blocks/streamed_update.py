@@ -68,7 +68,7 @@ class StreamedUpdate:
         self._swap = swap
         self._transfers = swap.transfers
         self._averages: dict[nn.Parameter, Tensor] = {}
-        self._due: float | None = None  # weight of the update of the averages that has not been computed yet
+        self._due: float | None = None  # weight of the pending update of the averages, if there is one
         self._parts: list[_Part] = []
         self._by_block: list[tuple[HostWeights, list[_Part]]] = []
         for host, gradients in zip(swap.hosts, swap.gradients.memory, strict=True):
@@ -127,7 +127,7 @@ class StreamedUpdate:
         self._swap.weights_updated()
 
     def create_averages(self) -> dict[nn.Parameter, Tensor]:
-        """Averages of the weights, equal to them, in host memory."""
+        """Creates averages of the weights in host memory, equal to the current weights."""
         for host, parts in self._by_block:
             memory, first = HostTensors(host.trained, pin=self._transfers.pin), 0
             for part in parts:
@@ -139,12 +139,12 @@ class StreamedUpdate:
         return self._averages
 
     def move_averages(self, amount: float) -> None:
-        """Moves the averages towards the weights: in the next step, where the weights come by, or in `flush`."""
+        """Moves the averages towards the weights: when the next step has the weights on the device, or in `flush`."""
         self.flush()
         self._due = amount
 
     def flush(self) -> None:
-        """Computes an update of the averages that is due; afterwards the host may read and change them."""
+        """Computes the pending update of the averages; afterwards the host may read and change them."""
         if self._due is None:
             return
         for _, views in self._streamed(with_average=True, with_state=False):
@@ -231,7 +231,7 @@ def _divided(weights: Sequence[Tensor]) -> list[tuple[int, int]]:
 
 
 def _placed(ranges: dict[str, _Range]) -> Iterator[tuple[str, _Range, int]]:
-    """Each range with its offset in a buffer on the device."""
+    """Yields each range with its offset in a buffer on the device."""
     offset = 0
     for name, each in ranges.items():
         yield name, each, offset

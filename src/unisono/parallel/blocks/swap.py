@@ -1,4 +1,4 @@
-"""Block swap: the weights of some blocks wait in host memory and are on the device only while their block computes.
+"""Block swap: stores the weights of some blocks in host memory and copies each block to the device when it computes.
 
 In a run that trains a small part of the blocks (a LoRA) these are the frozen weights. In a full fine-tune they are all
 weights, and their gradients (`gradients.py`) and the optimizer's state (`streamed_update.py`) are on the host too.
@@ -37,7 +37,7 @@ from unisono.parallel.blocks.staging import Gradients, HostWeights, Owner, Slot,
 NUM_SLOTS = 2
 """Slots for all swapped blocks: one block computes while the next one is copied."""
 
-_Use = tuple[int, str]  # a block by number, and in what: a forward pass with gradients, one without, or backward
+_Use = tuple[int, str]  # block number, and the pass that uses it: forward with gradients, forward without, or backward
 _FORWARD, _INFERENCE, _BACKWARD = "forward", "inference", "backward"
 
 
@@ -138,7 +138,7 @@ class BlockSwap:
             host.num_updates += 1
 
     def compute(self, number: int, call: Callable[..., Any], block: nn.Module, arguments: Any, keywords: Any) -> Any:
-        """call(block, *arguments, **keywords) with the block's weights on the device."""
+        """Returns call(block, *arguments, **keywords), computed with the block's weights on the device."""
         slot = self._slot_with(number)
         self._depth[number] += 1
         try:
@@ -156,7 +156,7 @@ class BlockSwap:
                     self._copy_ahead()
 
     def weights_updated(self) -> None:
-        """Must be called after the optimizer has changed the weights in host memory: copies them ahead again."""
+        """Starts to copy the changed weights to the device; call it after the optimizer has updated the host's copy."""
         for host in self._hosts:
             host.num_updates += 1
         self._copy_ahead()
@@ -166,7 +166,7 @@ class BlockSwap:
         self.gradients.receive(number, gradients)
 
     def _slot_with(self, number: int) -> Slot:
-        """The slot that holds a block, after its copy; copies the block if no slot holds it."""
+        """Returns the slot that holds a block, after its copy; copies the block if no slot holds it."""
         slot = self._holding(number) if self._is_held(number) else None
         if slot is None:
             slot = self._free_slot({number}) or self._new_slot()
@@ -197,7 +197,7 @@ class BlockSwap:
                 self._copy(use[0], slot)
 
     def _expected_after(self, position: tuple[_Use | None, _Use | None]) -> _Use:
-        """What followed this position last time; what follows in a model that calls its blocks in order, at first."""
+        """Returns the use that followed this position last time, or at first the next block in the model's order."""
         if position in self._next or position[1] is None:
             return self._next.get(position, (0, _FORWARD))
         number, phase = position[1]
@@ -219,7 +219,7 @@ class BlockSwap:
         return slot is not None
 
     def _free_slot(self, wanted: set[int | None]) -> Slot | None:
-        """The least recently used slot that can be overwritten; None if there is none."""
+        """Returns the least recently used slot that can be overwritten; None if there is none."""
         free = [slot for slot in self._slots if slot.holder not in wanted and not slot.is_referenced]
         return min(free, key=lambda slot: slot.last_use, default=None)
 
@@ -233,7 +233,7 @@ class BlockSwap:
         self.transfers.start(self._hosts[number].flat, slot)
 
     def _slot_at(self, tensor: Tensor) -> Slot | None:
-        """The slot that a tensor is a view of."""
+        """Returns the slot that a tensor is a view of."""
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided:
             return None
         address = tensor.untyped_storage().data_ptr()
@@ -265,7 +265,7 @@ class BlockSwap:
         if not torch.is_grad_enabled() or _is_in_backward():
             return
         for argument in (*arguments, *keywords.values()):
-            # Not on a leaf: it may be a parameter, on which the hooks of all steps would accumulate.
+            # Register no hook on a leaf: it may be a parameter, on which the hooks of all steps would accumulate.
             if isinstance(argument, Tensor) and argument.grad_fn is not None:
                 argument.register_hook(lambda gradient: self._finished_backward(number))  # type: ignore[no-untyped-call]
                 return
@@ -276,7 +276,7 @@ class BlockSwap:
 
 
 def movable_owners(model: nn.Module, blocks: Sequence[nn.Module], *, trained: bool) -> dict[nn.Module, list[Owner]]:
-    """The frozen weights of each block that can wait in host memory; `trained`: also the trained ones.
+    """Returns the frozen weights of each block that can be stored in host memory; `trained`: also the trained ones.
 
     Excludes tensor subclasses, and weights that anything else uses too: other blocks, other parts of the model.
     """
@@ -297,7 +297,7 @@ def movable_owners(model: nn.Module, blocks: Sequence[nn.Module], *, trained: bo
 
 
 def _outside(module: nn.Module, blocks: set[nn.Module]) -> set[nn.Parameter]:
-    """The weights that are used outside of the blocks."""
+    """Returns the weights that are used outside of the blocks."""
     if module in blocks:
         return set()
     outside = set(module.parameters(recurse=False))
@@ -305,19 +305,19 @@ def _outside(module: nn.Module, blocks: set[nn.Module]) -> set[nn.Parameter]:
 
 
 def swapped_weights(model: nn.Module, blocks: Sequence[nn.Module], *, trained: bool) -> set[nn.Parameter]:
-    """The weights that wait in host memory if these blocks are swapped."""
+    """Returns the weights that are stored in host memory if these blocks are swapped."""
     owners = movable_owners(model, blocks, trained=trained)
     return {getattr(module, name) for of_block in owners.values() for module, name in of_block}
 
 
 def frozen_bytes(model: nn.Module, blocks: Sequence[nn.Module]) -> list[int]:
-    """Bytes of each block's frozen weights that can wait in host memory; the weights may be on meta."""
+    """Returns the bytes of each block's frozen weights that can be stored in host memory; they may be on meta."""
     owners = movable_owners(model, blocks, trained=False)
     return [flat_bytes([getattr(module, name) for module, name in owners[block]]) for block in blocks]
 
 
 def trained_bytes(model: nn.Module, blocks: Sequence[nn.Module]) -> list[int]:
-    """Bytes of each block's trained weights that can wait in host memory; the weights may be on meta."""
+    """Returns the bytes of each block's trained weights that can be stored in host memory; they may be on meta."""
     owners = movable_owners(model, blocks, trained=True)
     weights = [[getattr(module, name) for module, name in owners[block]] for block in blocks]
     return [flat_bytes([weight for weight in of_block if weight.requires_grad]) for of_block in weights]
