@@ -157,7 +157,7 @@ MISTAKES = {
     "empty data set": EMPTY,
     "empty data set, on two ranks": Mistake("--nproc 2 " + EMPTY.flags, EMPTY.says),
     # devices and launchers
-    "GPU that does not exist": Mistake("--gpus 0,99", ["GPU 0 does not exist", "--gpus 0 trains on the CPU"]),
+    "GPU that does not exist": Mistake("--gpus 0,99", ["GPU 0 does not exist", "pass --gpus 0 to train on the CPU"]),
     "GPUs that mean nothing": Mistake("--gpus some", ["gpus 'some' is not all, auto"]),
     "port in use": Mistake(
         "--nnodes 2 --node_rank 0 --rdzv_endpoint localhost:{port} --nproc 1",

@@ -206,7 +206,7 @@ def test_three_gpus_of_two_nodes_are_three_ranks_of_the_same_run(
 ) -> None:
     words = ["--nodes", 2, "--total-gpus", 3, "--submit", "--output_dir", "run"]
     ended = unisono("slurm", *TRAIN, *words, cwd=tmp_path, **slurm.environ)
-    assert ended.code == 0 and "2 nodes with 3 GPUs together" in ended.out, ended
+    assert ended.code == 0 and "2 nodes with 3 GPUs in total" in ended.out, ended
     match = re.search(r"Submitted as job (\d+)", ended.out)
     assert match is not None
     slurm.wait_for(int(match[1]), "COMPLETED", "FAILED")

@@ -87,7 +87,7 @@ def test_a_bad_range_is_an_error_that_says_what_to_write(annotation: Any, text: 
         (("--search", "hiden=1..2"), "did you mean hidden?"),
         (("--search", "clip_length=1..2"), "there is no such setting"),
         (("--search", "hidden=1..8", "--hidden", "4"), "hidden is both set and searched"),
-        (("--search", "hidden=1..8", "--search", "hidden=1..9"), "searched twice"),
+        (("--search", "hidden=1..8", "--search", "hidden=1..9"), "is given twice"),
         (("--search", "gpus=1|2"), "it cannot be searched"),
         (("--search", "ema_decay=0..2"), "search ema_decay, value 2.0: ema_decay"),
         (("--search", "hidden=1..8", "--trials", "0"), "trials: expected a whole number from 1 on"),
