@@ -294,7 +294,10 @@ def test_each_group_has_its_own_loss_scale(runs: dict[str, Outcome]) -> None:
     [
         ("overlap", "critic.last.weight is in critic and in generator; every weight belongs to one group"),
         ("uncovered", r"the trainable weight generator.first.weight is in no group; add it to one, or freeze it"),
-        ("empty", r"actor has no weights: .* \(beginning with 'actor.'\); the first trainable weight is generator.first.weight"),
+        (
+            "empty",
+            r"actor has no weights: .* \(beginning with 'actor.'\); the first trainable weight is generator.first.weight",
+        ),
         ("same name", "two groups are called critic; give each its own name"),
         ("name", "'a/b' cannot be the name of a group; use letters, digits, _ and -"),
         ("eval", "'eval' cannot be the name of a group"),
