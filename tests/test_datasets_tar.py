@@ -19,10 +19,13 @@ import pytest
 from command_line import environment
 from ranks import run_ranks
 from shards import BLOCK, content, header, padded, write_shards, write_tar
+from unisono.data.loader import Cursor, Loader
+from unisono.data.order import Order
 from unisono.datasets import TarShards
 from unisono.datasets.locks import locked
 from unisono.datasets.sources import RangeReader, Source
 from unisono.errors import UserError
+from unisono.settings import DataSettings
 
 END = bytes(2 * BLOCK)
 
@@ -313,6 +316,56 @@ def test_random_access_does_not_map_the_index_into_memory(tmp_path: Path) -> Non
     os.truncate(file, 300)
     with pytest.raises(UserError, match="was truncated while it was in use"):
         data[150]
+
+
+def test_announced_samples_are_read_ahead_by_the_system(tmp_path: Path) -> None:
+    [path] = write_shards(tmp_path / "shards", [4000])
+    data = opened(tmp_path, path)
+    offsets = [int(data._index.locate(index)[1][0]) * BLOCK for index in (3000, 2000)]
+    with path.open("rb") as file:
+
+        def is_cached(offset: int) -> bool:
+            try:
+                return os.preadv(file.fileno(), [bytearray(1)], offset, os.RWF_NOWAIT) == 1
+            except BlockingIOError:
+                return False
+
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        if any(map(is_cached, offsets)):
+            pytest.skip("this file system keeps everything in memory")
+        data.about_to_read([3000, 2000])
+        deadline = time.monotonic() + 30
+        while not all(map(is_cached, offsets)):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+class Announced:
+    """Returns the announced samples instead of data."""
+
+    def __init__(self) -> None:
+        self.announced: list[int] = []
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> list[int]:
+        return list(self.announced)
+
+    def about_to_read(self, indices: list[int]) -> None:
+        self.announced += indices
+        assert indices[0] < 30, "an error here must not end the worker"
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_worker_announces_a_micro_batch_before_it_reads_the_previous_one(workers: int) -> None:
+    cursor = Cursor(start=0, end=40, global_batch=10, micro_batch=5, rank=0, world=1)
+    order, settings = Order(40, 0, shuffle=False), DataSettings(num_workers=workers)
+    loader = Loader(Announced(), list, order, cursor, settings, pin=False)  # type: ignore[arg-type]
+    announced = [len(micro.data[0]) for micro in loader]
+    loader.close()
+    assert announced == ([5, 10, 15, 20, 25, 30, 35, 40] if workers == 0 else [10, 15, 20, 25, 30, 35, 40, 40])
 
 
 def test_an_index_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:

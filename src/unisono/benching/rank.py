@@ -8,10 +8,12 @@ from typing import Any
 
 from unisono.benching.measured_trainer import MeasuredTrainer
 from unisono.config.resolve import Resolved
+from unisono.data.stream import is_stream
 from unisono.engine.start.rank_start import RankStart
 from unisono.engine.start.registry import load_recipe
 from unisono.engine.start.session import run_session
 from unisono.engine.training_run import TrainingRun
+from unisono.errors import UserError
 from unisono.observe.folder import METRICS
 from unisono.observe.json_lines import JsonLines
 from unisono.settings import Settings
@@ -27,6 +29,8 @@ def measure(arguments: Mapping[str, Any], start: RankStart) -> dict[str, Any] | 
     trainers = list[MeasuredTrainer]()
 
     def make_trainer(run: TrainingRun, open_folder: Any) -> MeasuredTrainer:
+        if is_stream(run.datasets.train):
+            raise UserError('bench reads samples several times, and dataset("train") is a stream; pass a map-style one')
         trainers.append(MeasuredTrainer(run, open_folder, **arguments["options"]))
         return trainers[0]
 

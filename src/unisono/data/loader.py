@@ -8,7 +8,7 @@ augmentation in `Dataset[i]` is repeatable.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from unisono.data.nested import mapped
 from unisono.data.order import Order
 from unisono.data.prefetch_stream import PrefetchStream, is_worth_prefetching
 from unisono.data.reading import BadSample, ChunkReader
+from unisono.data.stream import StreamPosition, StreamReader
 from unisono.data.workers import Workers
 from unisono.settings import DataSettings
 
@@ -36,6 +37,7 @@ class MicroBatch:
     positions: Sequence[int]  # positions of the samples in `data`, in order
     is_dummy: bool  # whether `data` is a sample of another micro-batch, to be used with weight 0
     bad: tuple[BadSample, ...] = ()  # the chunk's unreadable samples; no other micro-batch or rank reports them
+    after: StreamPosition | None = None  # of a stream: its position after these samples
 
 
 class Loader:
@@ -50,10 +52,19 @@ class Loader:
         settings: DataSettings,
         pin: bool,
         on_worker_death: Callable[[str], None] | None = None,
+        position: StreamPosition | None = None,
     ) -> None:
-        """When the loader replaces a worker that died, it calls `on_worker_death` with a description of the death."""
+        """When the loader replaces a worker that died, it calls `on_worker_death` with a description of the death.
+
+        `position`: where to begin, if the dataset is a stream.
+        """
         self._chunks = cursor.chunks()
-        self._reader = ChunkReader(dataset, collate, order, settings.max_bad_samples)
+        self._reader: ChunkReader | StreamReader
+        if position is None:
+            self._reader = ChunkReader(dataset, collate, order, settings.max_bad_samples)
+        else:
+            self._reader = StreamReader(dataset, collate, order, (cursor.rank, cursor.world), position)
+            settings = replace(settings, num_workers=min(settings.num_workers, 1))  # a stream has one reader
         self._pin = pin and settings.pin_memory and torch.accelerator.is_available()
         self._workers: Workers | None = None
         if settings.num_workers:
@@ -67,12 +78,15 @@ class Loader:
     def __next__(self) -> MicroBatch:
         chunk = next(self._chunks)
         if self._workers is not None:
-            data, positions, is_dummy, bad = self._workers.take(chunk)
+            data, positions, is_dummy, bad, after = self._workers.take(chunk)
+            if isinstance(self._reader, StreamReader):
+                self._reader.position = after  # where a worker begins that replaces a dead one
         else:
-            data, positions, is_dummy, bad = self._reader(chunk)
+            self._reader.announce(chunk)
+            data, positions, is_dummy, bad, after = self._reader(chunk)
             if self._pin:
                 data = pin_memory(data)  # type: ignore[no-untyped-call]
-        return MicroBatch(chunk, data, positions, is_dummy, bad)
+        return MicroBatch(chunk, data, positions, is_dummy, bad, after)
 
     def close(self) -> None:
         """Ends all workers, including dead and hanging ones."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -59,6 +60,7 @@ class ReadChunk(NamedTuple):
     positions: Sequence[int]  # positions of the samples in `data`, in order
     is_dummy: bool
     bad: tuple[BadSample, ...]
+    after: Any = None  # of a stream: its position after these samples
 
 
 @dataclass
@@ -103,6 +105,12 @@ class ChunkReader:
         if not items:
             return self._substitute(chunk, tuple(bad))
         return ReadChunk(self._collated(items, positions), positions if bad else chunk.positions, False, tuple(bad))
+
+    def announce(self, chunk: Chunk) -> None:
+        """Tells a dataset with `about_to_read` which samples it reads soon, so that the disk reads them meanwhile."""
+        if not chunk.is_dummy and callable(about_to_read := getattr(self.dataset, "about_to_read", None)):
+            with suppress(Exception):  # reading reports the error
+                about_to_read([self.index(position) for position in chunk.positions])
 
     def index(self, position: int) -> int:
         """Returns the dataset index of the sample at `position`."""

@@ -37,6 +37,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from unisono.cluster.lifetime import start_loader_worker
 from unisono.data.cursor import Chunk, Cursor
 from unisono.data.reading import ChunkReader, ReadChunk, Stopped
+from unisono.data.stream import StreamReader
 from unisono.errors import RecipeError, TrainingFailed, UnisonoError
 
 _MAX_DEATHS = 3  # number of consecutive worker deaths at the same chunk after which the run ends
@@ -56,7 +57,7 @@ class Workers:
 
     def __init__(
         self,
-        reader: ChunkReader,
+        reader: ChunkReader | StreamReader,
         cursor: Cursor,
         num_workers: int,
         prefetch: int,
@@ -141,7 +142,7 @@ class _Worker:
     """Represents one worker process in the training process."""
 
     def __init__(
-        self, number: int, num_workers: int, reader: ChunkReader, cursor: Cursor, first: int, ahead: int
+        self, number: int, num_workers: int, reader: ChunkReader | StreamReader, cursor: Cursor, first: int, ahead: int
     ) -> None:
         self._number, self._ahead = number, ahead
         self._pipe, worker_end = multiprocessing.Pipe()
@@ -282,7 +283,7 @@ def _pinned(result: Any) -> Any:
 def _work(
     number: int,
     num_workers: int,
-    reader: ChunkReader,
+    reader: ChunkReader | StreamReader,
     cursor: Cursor,
     first: int,
     pipe: Connection,
@@ -303,7 +304,7 @@ def _work(
     threading.Thread(target=_send, args=(pipe, finished), daemon=True).start()
     allowed = 0
     try:
-        for chunk in islice(_until_error(cursor.chunks()), first, None, num_workers):
+        for chunk in _announced(islice(_until_error(cursor.chunks()), first, None, num_workers), reader):
             while not allowed:
                 allowed += int(pipe.recv_bytes())
             finished.put(_packed(reader, chunk, f"in loader worker {number}"))
@@ -321,7 +322,19 @@ def _until_error(chunks: Iterator[Chunk]) -> Iterator[Chunk]:
         yield from chunks
 
 
-def _packed(reader: ChunkReader, chunk: Chunk, where: str) -> Any:
+def _announced(chunks: Iterator[Chunk], reader: ChunkReader | StreamReader) -> Iterator[Chunk]:
+    """Yields the chunks; announces each one before the previous one is read."""
+    before: Chunk | None = None
+    for chunk in chunks:
+        reader.announce(chunk)
+        if before is not None:
+            yield before
+        before = chunk
+    if before is not None:
+        yield before
+
+
+def _packed(reader: ChunkReader | StreamReader, chunk: Chunk, where: str) -> Any:
     """Reads a chunk and pickles the result. Pickling it while sending would lose errors."""
     try:
         return ForkingPickler.dumps(reader(chunk))

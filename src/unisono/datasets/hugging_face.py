@@ -55,8 +55,8 @@ class HuggingFace(Dataset[Any]):
         return row if self.transform is None else self.transform(row)
 
     def __getattr__(self, name: str) -> Any:
-        # `block_starts` and `will_read` exist if the rows are read by an index.
-        if name not in ("block_starts", "will_read") or "_rows" not in self.__dict__:
+        # These exist if the rows are read by an index.
+        if name not in ("block_starts", "will_read", "about_to_read") or "_rows" not in self.__dict__:
             raise AttributeError(name)
         return getattr(self._rows, name)
 

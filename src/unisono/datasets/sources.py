@@ -9,6 +9,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from io import FileIO
 from typing import Any
@@ -124,6 +125,11 @@ class RangeReader:
         if len(data) != stop - start:
             raise OSError(f"{source.name}: {stop - start} bytes from {start} on are expected, and {len(data)} arrived")
         return data
+
+    def advise(self, source: Source, start: int, count: int) -> None:
+        """Makes the system read a range of a local file ahead, without waiting for it."""
+        with suppress(OSError, UserError):  # reading reports the error
+            os.posix_fadvise(self._open(source).fileno(), start, count, os.POSIX_FADV_WILLNEED)
 
     def download(self, source: Source, path: str) -> None:
         """Copies a remote file to a new local one."""

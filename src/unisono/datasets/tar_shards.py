@@ -84,6 +84,15 @@ class TarShards(Dataset[Any]):
             soon.append(self.shards[number])
         self._cache.prefetch([shard for shard in soon if shard.is_remote])
 
+    def about_to_read(self, indices: Sequence[int]) -> None:
+        """Called by the loader with the samples of a micro-batch, so that the disk reads them at the same time."""
+        if len(indices) < 2 or not hasattr(os, "posix_fadvise"):
+            return
+        for index in indices:
+            number, (first, blocks) = self._index.locate(index)
+            if not self.shards[number].is_remote:
+                self._reader.advise(self.shards[number], int(first) * BLOCK, int(blocks) * BLOCK)
+
     def _sample(self, shard: Source, start: int, length: int) -> dict[str, Any]:
         try:
             sample, data = self._parsed(shard, start, length)

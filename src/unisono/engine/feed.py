@@ -2,6 +2,8 @@
 
 The micro-batches are a pure function of the number of samples consumed and of the micro-batch size. So the feed can
 start again at any step: with smaller micro-batches after running out of memory, for a trial, or on more or fewer ranks.
+
+If the data is a stream, the feed also knows the stream's position after each step, and starts again from there.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from unisono.data.loader import Loader, MicroBatch
 from unisono.data.order import Order
 from unisono.data.resident import ResidentLoader, is_resident
 from unisono.data.shapes import shapes_of
+from unisono.data.stream import StreamPosition, is_stream
 from unisono.engine.batch import BatchPlan
 from unisono.engine.training_run import TrainingRun
 from unisono.observe.folder import append_event
@@ -36,13 +39,30 @@ class Feed:
         # epochs, each of which ends with a step.
         self._end = None if self._recipe.whole_epochs else run.length.samples
         self._loader: Loader | ResidentLoader | None = None
+        self._agreement = run.rank.agreement
+        self._positions = dict[int, StreamPosition]()  # of the stream, by the number of samples that steps consumed
+        if is_stream(data):
+            stored, parts = run.checkpoint.streams, self._placement.data_world
+            position = StreamPosition.beginning(data, parts) if stored is None else stored[self._placement.data_rank]
+            self._positions[self._state.samples] = position
 
     def __iter__(self) -> Iterator[MicroBatch]:
         return self
 
     def __next__(self) -> MicroBatch:
         assert self._loader is not None
-        return next(self._loader)
+        micro = next(self._loader)
+        if micro.after is not None and micro.chunk.last:
+            self._positions = {at: each for at, each in self._positions.items() if at >= self._state.samples}
+            self._positions[micro.chunk.global_batch[-1] + 1] = micro.after
+        return micro
+
+    def to_json(self) -> dict[str, Any]:
+        """What a checkpoint stores of the data besides the number of samples; every rank calls it."""
+        if not self._positions:
+            return {}
+        mine = self._placement.data_rank, self._positions[self._state.samples].to_json()
+        return {"streams": [position for _, position in sorted(dict(self._agreement.all_gather(mine)).items())]}
 
     def begin(self, plan: BatchPlan) -> None:
         """Starts reading at the next sample in micro-batches of the plan; drops prefetched batches."""
@@ -90,7 +110,8 @@ class Feed:
         if is_resident(self._data):
             return ResidentLoader(self._data, self._order, cursor, self._placement.device)
         pin = self._placement.device.type == "cuda"
-        return Loader(self._data, self._recipe.collate, self._order, cursor, settings, pin, self._on_worker_death)
+        collate, position = self._recipe.collate, self._positions.get(self._state.samples)
+        return Loader(self._data, collate, self._order, cursor, settings, pin, self._on_worker_death, position)
 
     def _on_worker_death(self, text: str) -> None:
         rank = self._placement.rank

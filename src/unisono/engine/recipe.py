@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from unisono.engine.clock import Clock
 from unisono.engine.turns.group import Group as Group
+from unisono.engine.work import Part as Part
 from unisono.engine.work import Work as Work
 
 if TYPE_CHECKING:  # `unisono --help` must not wait for torch
@@ -71,16 +72,17 @@ class Recipe:
     """The metrics that each evaluation prints, e.g. "eval/mAP"; by default all of them."""
 
     labels: Mapping[str, Sequence[str]] = {}
-    """Names for the entries of a metric of evaluate() that is a list, e.g. {"right_by_class": ["cat", "dog"]}.
-
-    The report then shows named bars instead of a curve.
-    """
+    """Names for the entries of a metric of evaluate() that is a list, e.g. {"right_by_class": ["cat", "dog"]}; the
+    report then shows named bars instead of a curve."""
 
     evaluations: list[dict[str, Any]]
     """The results of the run's evaluations so far, each with its step; set by the engine, for use in `preview`."""
 
     global_batch: int = 0
     """Number of samples per optimizer step across all ranks; set by the engine before it calls model()."""
+
+    part: Part = Part(0, 1)
+    """The part of a stream that this rank reads (see dataset()); set by the engine before it calls prepare()."""
 
     shards: RowShards | None = None
     """The sharding of the weights across ranks, for optimizers of `unisono.optim`; set before optimizer() is called."""
@@ -95,8 +97,7 @@ class Recipe:
     group: str = ""
     """The name of the group of weights that this step trains, in a recipe with groups(); set by the engine.
 
-    It is set when the engine calls loss(), optimizer(), learning_rate() and flops(). In evaluate() and preview() it is
-    the name of the first group.
+    It is set for loss(), optimizer(), learning_rate() and flops(); in evaluate() and preview(), to the first group.
     """
 
     supports_context_parallel: ClassVar[bool] = False
@@ -126,8 +127,7 @@ class Recipe:
     engine accepts the setting even if it finds no frozen weights."""
 
     is_estimate: bool = False
-    """Whether this object only serves to predict memory: prepare() is not called, and loss() gets tensors without data.
-    """
+    """Whether this object only predicts memory: prepare() is not called, and loss() gets tensors without data."""
 
     @property
     def predicts_memory(self) -> bool:
@@ -260,7 +260,8 @@ class Recipe:
 
         A dataset with samples of different shapes defines `shape(index)`, which returns any hashable value; each batch
         then has samples of one shape. It may define `cost(index)`, the relative work and memory of a sample; by default
-        that is the product of its shape.
+        that is the product of its shape. For "train" it may be a stream instead, an IterableDataset of the samples of
+        `self.part`, with state_dict() and load_state_dict(): the run then resumes on the same number of ranks only.
         """
         raise NotImplementedError
 

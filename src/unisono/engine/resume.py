@@ -26,11 +26,13 @@ from unisono.checkpoint.load import difference, load
 from unisono.checkpoint.manifest import CheckpointError, read_manifest
 from unisono.checkpoint.pickles import how_to_convert, is_pickle
 from unisono.checkpoint.snapshot import shapes_of
+from unisono.data.stream import StreamPosition
 from unisono.engine.recipe import Recipe
 from unisono.engine.state import TrainState
 from unisono.engine.step.components import Components, TrainedGroup
 from unisono.engine.step.optimizer_wrapper import OptimizerWrapper
 from unisono.errors import RecipeError, UserError
+from unisono.formatting import format_count
 from unisono.parallel.strategy import Strategy
 
 
@@ -41,6 +43,7 @@ class ChosenCheckpoint:
     path: Path | None = None  # None: start at step 0
     bad: dict[Path, str] = field(default_factory=dict)  # checkpoints that cannot be used -> reason
     remarks: list[str] = field(default_factory=list)
+    streams: list[StreamPosition] | None = None  # positions of the ranks' streams, if the data is a stream
 
 
 def tensors_of(components: Components) -> dict[str, Tensor]:
@@ -238,6 +241,33 @@ def restore(
     _restore_state(components, targets.state)
     if "recipe" in extra:
         components.recipe.recall(extra["recipe"])
+
+
+def streams_in(extra: Mapping[str, Any], path: Path, parts: int | None) -> list[StreamPosition] | None:
+    """The positions of the ranks' streams in a checkpoint. `parts`: how many the run reads; None if it reads none."""
+    stored = extra.get("streams")
+    if parts is None:
+        if stored is not None:
+            raise CheckpointError(
+                f'{path} was saved with a stream as dataset("train"), so a dataset that is read by index cannot '
+                "continue it; return the stream again, or start a new run in another output_dir"
+            )
+        return None
+    if not isinstance(stored, list):
+        raise CheckpointError(
+            f'{path} does not store the position of a stream, so dataset("train") must be the one that is read by '
+            "index again; or start a new run in another output_dir"
+        )
+    if len(stored) != parts:
+        raise CheckpointError(
+            f"{path} was saved by {format_count(len(stored), 'rank')} with a stream each, and this run has {parts}: "
+            f"the samples of a stream cannot be divided anew; use {format_count(len(stored), 'rank')}, or a map-style "
+            "dataset (unisono.datasets), which resumes on any number"
+        )
+    try:
+        return [StreamPosition.from_json(position) for position in stored]
+    except ValueError as error:
+        raise CheckpointError(f"{path} cannot be loaded: state.json, streams: {error}") from None
 
 
 class _Targets:

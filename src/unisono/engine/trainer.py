@@ -381,7 +381,8 @@ class Trainer:
         mark = Best(best["metric"], best["value"]) if best is not None and is_best else None
         with self._recorder.not_training():
             self.components.strategy.share_buffers()
-            self._saver.save(self.state.step, tensors_of(self.components), extra_of(self.components), best=mark)
+            extra = extra_of(self.components) | self._feed.to_json()
+            self._saver.save(self.state.step, tensors_of(self.components), extra, best=mark)
         self._saved_step = self.state.step
 
     def _report_saves(self, wait: bool = False) -> None:

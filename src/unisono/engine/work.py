@@ -6,10 +6,17 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from unisono.observe.progress import Advance
+
+
+class Part(NamedTuple):
+    """The part of a stream of samples that one rank reads."""
+
+    number: int  # from 0
+    of: int  # number of parts
 
 
 @dataclass(frozen=True)

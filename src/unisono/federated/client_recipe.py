@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from unisono.engine.recipe import Loss, Recipe
+from unisono.errors import UserError
 from unisono.federated.split import indices_of, share_of
 
 
@@ -27,7 +28,11 @@ def client_recipe(recipe_class: type[Recipe], share: ClientShare) -> type[Recipe
 
     class Client(recipe_class):  # type: ignore[misc, valid-type]
         def dataset(self, split: str) -> Any:
+            from unisono.data.stream import is_stream
+
             whole = super().dataset(split)
+            if is_stream(whole):
+                raise UserError('dataset("train") is a stream, which cannot be divided between clients')
             if whole is None or share.split == "none" or share.clients == 1:
                 return whole
             return share_of(whole, indices_of(whole, share.split, share.client, share.clients, share.seed))

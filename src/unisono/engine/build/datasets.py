@@ -11,12 +11,13 @@ from torch.utils.data import Dataset
 from unisono.config.resolve import Resolved
 from unisono.data.bits import Purpose, key_of
 from unisono.data.seeding import seed_everything
+from unisono.data.stream import ENDLESS, is_stateful, is_stream, without_state
 from unisono.data.windows import Windows, remark_on_windows, windows_of
 from unisono.engine.batch import BatchPlan, check_against_data
 from unisono.engine.checks import check_held_out
 from unisono.engine.rank_context import RankContext
 from unisono.engine.recipe import Recipe
-from unisono.errors import RecipeError
+from unisono.errors import ConfigError, RecipeError
 from unisono.settings import Settings
 
 
@@ -44,6 +45,8 @@ def build_datasets(
     if train is None:
         raise RecipeError('dataset("train") returned None; return a map-style dataset')
     check_held_out(evaluation, settings, resolved)
+    if is_stream(train):
+        return Datasets(train, evaluation, ENDLESS, None, _check_stream(recipe, train, settings))
     num_samples = len(train)  # type: ignore[arg-type]
     windows = windows_of(train, settings.data.shuffle_window)
     of_ranks = rank.agreement.all_gather((num_samples, 0 if windows is None else windows.checksum))
@@ -67,12 +70,30 @@ def build_datasets(
     return Datasets(train, evaluation, num_samples, windows, remarks)
 
 
+def _check_stream(recipe: Recipe, stream: Any, settings: Settings) -> list[str]:
+    """Rejects settings that need the number of samples; returns notes for the user."""
+    if recipe.whole_epochs:
+        raise RecipeError(f"{type(stream).__name__} is a stream without a length; pass a map-style dataset")
+    if settings.run.num_epochs is not None or settings.run.max_steps is None:
+        raise ConfigError('dataset("train") is a stream, which has no length: set the length of the run with max_steps')
+    if settings.data.shuffle_window:
+        raise ConfigError('shuffle_window: dataset("train") is a stream, which defines its own order; leave it out')
+    remarks = ['dataset("train") is a stream, one for each rank: the run can only resume on as many ranks']
+    if settings.data.num_workers > 1:
+        remarks.append(f"num_workers {settings.data.num_workers}: a stream is read by one worker on each rank")
+    return remarks
+
+
 def _build(recipe: Recipe, split: str, seed: int) -> Dataset[Any] | None:
     """Returns the dataset of a split; its random numbers are the same on every rank and whenever the run resumes."""
     seed_everything(key_of(Purpose.BUILD, seed, crc32(split.encode())))
     dataset = recipe.dataset(split)
     if dataset is None:
         return None
+    if is_stream(dataset) and split == "train":
+        if not is_stateful(dataset) and not is_stateful(iter(dataset)):
+            raise RecipeError(without_state(dataset))
+        return dataset
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise RecipeError(f'dataset("{split}") returned {type(dataset).__name__}, which lacks __len__ or __getitem__')
     try:

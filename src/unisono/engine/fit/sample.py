@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from unisono.data.shapes import cost_of, is_shaped
+from unisono.data.stream import is_stream
 from unisono.engine.recipe import Recipe
 from unisono.planning.memory.trace import CannotTrace
 
@@ -13,6 +14,8 @@ _MOST = 20_000  # samples to compare; more would delay the start
 
 def largest_sample(dataset: Any) -> Any:
     """Returns the sample of a dataset that needs the most memory; in a large dataset, the largest of a subset."""
+    if is_stream(dataset):
+        raise CannotTrace('dataset("train") is a stream, and reading its first sample would move it')
     if not is_shaped(dataset):
         return dataset[0]
     num = len(dataset)  # type: ignore[arg-type]

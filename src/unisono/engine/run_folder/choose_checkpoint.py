@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from unisono.checkpoint.examination import Examination
 from unisono.checkpoint.find import Damage, list_steps, newest_valid, validate
 from unisono.checkpoint.manifest import CheckpointError, read_manifest
 from unisono.checkpoint.tensor_file import BadTensorFile
+from unisono.data.stream import is_stream
 from unisono.engine.build.datasets import Datasets
 from unisono.engine.rank_context import RankContext
 from unisono.engine.resume import (
@@ -25,6 +26,7 @@ from unisono.engine.resume import (
     read_state,
     restore,
     run_id,
+    streams_in,
     why_incompatible,
     why_unusable,
 )
@@ -105,7 +107,10 @@ def resume_from(
     used: ChosenCheckpoint = rank.main_decides_with(examination.damage, choose)
     path = used.path
     assert path is not None
-    restore(examination.contents(path), rank.main_decides(lambda: read_state(path)), components, group)
+    extra = rank.main_decides(lambda: read_state(path))
+    parts = components.strategy.placement.data_world if is_stream(datasets.train) else None
+    used = replace(used, streams=streams_in(extra, path, parts))
+    restore(examination.contents(path), extra, components, group)
     best = rank.main_decides(lambda: read_best(folder))
     if best is not None and best["step"] <= components.state.step:  # the last evaluation comes after the last save
         components.state.best = best

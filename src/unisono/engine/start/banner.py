@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from unisono.cluster.environment import World
+from unisono.data.stream import is_stream
 from unisono.engine.training_run import TrainingRun
 from unisono.faults import Fault
 from unisono.formatting import format_count
@@ -42,7 +43,7 @@ def banner_of(run: TrainingRun, folder: str) -> str:
             device=_unit(placement),
         ),
         "model": f"{weights:,} parameters" + (f", {trainable:,} trained" if trainable != weights else ""),
-        "data": f"{num_samples:,} samples"
+        "data": ("a stream on each rank" if is_stream(run.datasets.train) else f"{num_samples:,} samples")
         + (f", {len(eval_dataset):,} for evaluation" if eval_dataset is not None else ""),  # type: ignore[arg-type]
         "steps": steps + (f", from {components.state.step:,}" if components.state.step else ""),
         "folder": folder,

@@ -22,6 +22,7 @@ from unisono.engine.fit.at_start import fit_run
 from unisono.engine.length import Length, fit_warmup, is_evaluated
 from unisono.engine.memory.micro_batch_size import stored_size
 from unisono.engine.rank_context import RankContext
+from unisono.engine.recipe import Part
 from unisono.engine.run_folder.choose_checkpoint import find_resume_point, resume_from
 from unisono.engine.run_folder.enter import EnteredRun
 from unisono.engine.start.banner import idle_faults
@@ -45,6 +46,7 @@ def build_run(rank: RankContext, entered: EnteredRun, requested_devices: int | N
     batch, batch_remarks = _plan_batch(rank, entered, point.path, placement, requested_devices)
     limit_gpu_memory(settings, placement.device)
     recipe = build_recipe(entered, placement)
+    recipe.part = Part(placement.data_rank, placement.data_world)
     work = work_of(rank, entered, placement.device)
     if prepare(recipe, work, rank):
         raise StoppedBeforeTraining(point.step)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from unisono.checkpoint.find import read_extra
 from unisono.cluster.hangs.diagnosis import Limits
 from unisono.cluster.hangs.heartbeat import read_heartbeats
 from unisono.cluster.launch.job_folder import job_folder
@@ -211,6 +212,11 @@ def verify(
 
 def _compare_all(runner: _Runner, to_run: Sequence[Variant], precision: str) -> Verdict:
     reference = runner.run(to_run[0])
+    if "streams" in read_extra(reference.checkpoint):
+        raise UserError(
+            'verify compares numbers of ranks, and dataset("train") is a stream: each rank reads its own, so other '
+            "ranks train on other samples by design; return a map-style dataset to verify the rest of the recipe"
+        )
     results = [VariantResult(to_run[0], "reference", compare(reference, reference, precision))]
     # Run in another process, so that string hashes, which Python randomises at its start, differ too.
     again = runner.run(to_run[0], first=1, remark=" again")
