@@ -128,7 +128,7 @@ class TarShards(Dataset[Any]):
         ahead = _AHEAD if shard.is_remote and self._cache is None else 0
         rows = []
         try:
-            for sample in samples(_Buffered(self._read, shard, ahead).read, shard.size):
+            for sample in samples(Buffered(self._read, shard, ahead).read, shard.size):
                 rows.append((sample.start // BLOCK, (sample.end - sample.start) // BLOCK))
         except TarError as error:
             raise UserError(f"{shard.name} cannot be used: {error}") from error
@@ -146,7 +146,7 @@ class TarShards(Dataset[Any]):
         return {name: bytes(data[member.data : member.data + member.size]) for name, member in members.items()}
 
 
-class _Buffered:
+class Buffered:
     """Reads small pieces in ascending order, in portions of at least `ahead` bytes."""
 
     def __init__(self, read: Callable[[Source, int, int], bytes], shard: Source, ahead: int) -> None:

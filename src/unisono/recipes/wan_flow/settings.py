@@ -49,7 +49,7 @@ class Config(Recipe.Config):
     """Frames of each video that the model is given: first, first_last or none. Default: the usual ones of the model. Only models such as Wan 2.2 I2V-A14B (first, first_last) and TI2V-5B (none, first) leave the choice."""
 
     dataset_path: str = "./dataset"
-    """Folder of images and videos, each with a caption in a text file of the same name, or all listed in metadata.csv, .json or .jsonl. `shapes` is the built-in dataset."""
+    """Folder of images and videos, each with a caption in a text file of the same name, or all listed in metadata.csv, .json or .jsonl; or tar shards, such as clips-{000..009}.tar or s3://bucket/*.tar. `shapes` is the built-in dataset."""
     eval_dataset_path: str | None = None
     """Folder of samples to hold out for evaluation, laid out like dataset_path."""
     num_shapes: int = 2400

@@ -31,7 +31,7 @@ from unisono.recipes.wan.condition.cached import ConditionCache, ConditionSettin
 from unisono.recipes.wan.condition.image_encoder import ImageEncoder
 from unisono.recipes.wan.data.cache_fill import Finish, fill, loaded_on_demand
 from unisono.recipes.wan.data.cached import CachedSamples
-from unisono.recipes.wan.data.crop import Crop, MediaKeys, media_of, short_videos
+from unisono.recipes.wan.data.crop import Crop, MediaKeys, local_media_of, short_videos
 from unisono.recipes.wan.data.masks import MaskCache
 from unisono.recipes.wan.data.precomputed import read_embedding, read_latent
 from unisono.recipes.wan.data.sources import Source
@@ -134,13 +134,13 @@ class Cache:
         if source.latent is not None:
             latent = read_latent(source.latent, settings.geometry, settings.statistics)
             return lambda: latent
-        path = media_of(source)
-        frames = settings.crop.read(path, settings.crop.fit(path, settings.geometry.multiple))
+        with local_media_of(source) as path:
+            frames = settings.crop.read(path, settings.crop.fit(path, settings.geometry.multiple))
 
         def finish() -> Tensor:
             latent = vae().encode_frames(frames[None])[0]
             if not latent.isfinite().all():
-                raise BadMedia(path, "the VAE's latent of it is not finite")
+                raise BadMedia(source.media or Path(source.name), "the VAE's latent of it is not finite")
             return latent
 
         return finish

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -62,6 +63,16 @@ def media_of(source: Source) -> Path:
     return source.media
 
 
+@contextmanager
+def local_media_of(source: Source) -> Iterator[Path]:
+    """The image or video of a sample as a file: a temporary one, if it is in a tar shard."""
+    if source.packed is None:
+        yield media_of(source)
+        return
+    with source.packed.as_file(source.name) as path:
+        yield path
+
+
 class MediaKeys:
     """Cache keys of images and videos, which depend on how they are cropped."""
 
@@ -70,6 +81,8 @@ class MediaKeys:
 
     def of(self, source: Source) -> str:
         """The key of a sample."""
+        if source.packed is not None:
+            return self._keys_for(self._crop).of_text(f"{source.name}\0{source.packed.identity}")
         path = media_of(source)
         return self._keys_for(self._crop.of(path)).of_file(source.name, path)
 
@@ -79,7 +92,7 @@ def short_videos(sources: Sequence[Source], frames: Iterable[int], full: int) ->
     names = [
         source.name
         for source, num_frames in zip(sources, frames, strict=True)
-        if num_frames < full and source.latent is None and media_of(source).suffix.lower() in VIDEO_SUFFIXES
+        if num_frames < full and source.latent is None and source.suffix in VIDEO_SUFFIXES
     ]
     if not names:
         return []

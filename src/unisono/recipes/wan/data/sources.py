@@ -20,6 +20,7 @@ from unisono.recipes.common.tree import Outside, Tree, one_line
 from unisono.recipes.wan.checks import is_unicode
 from unisono.recipes.wan.data.decode import IMAGES
 from unisono.recipes.wan.data.metadata import CAPTION_LISTS, MEDIA_LISTS, TABLES, rows_of, rows_of_lists
+from unisono.recipes.wan.data.shards import PackedMedia
 
 LATENT, EMBEDDING = ".latent.safetensors", ".safetensors"
 MASKS = (".mask.png", ".mask.mp4")
@@ -47,6 +48,15 @@ class Source:
     """A picture to give to an image-to-video model instead of the first frame."""
     last: Path | None = None
     """A picture to give instead of the last frame."""
+    packed: PackedMedia | None = None
+    """The image or video, if it is in a tar shard; `media` is None then."""
+
+    @property
+    def suffix(self) -> str:
+        """The suffix of the image or video, in lower case; empty if the sample has only a latent."""
+        if self.packed is not None:
+            return self.packed.suffix
+        return "" if self.media is None else self.media.suffix.lower()
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A dataset in a folder of images and videos: cached, or encoded in every step."""
+"""A dataset in a folder of images and videos, or in tar shards: cached, or encoded in every step."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from unisono.recipes.wan.condition.kind import ConditionKind
 from unisono.recipes.wan.data.cache import Cache, CacheSettings
 from unisono.recipes.wan.data.cached import CachedSamples, ShapedSamples
 from unisono.recipes.wan.data.crop import Crop
+from unisono.recipes.wan.data.shards import are_shards, read_shards
 from unisono.recipes.wan.data.sources import Source, read_sources
 from unisono.recipes.wan.data.uncached import SampleSizes, UncachedSamples
 from unisono.recipes.wan.models.encoders import Encoders
@@ -26,15 +27,25 @@ def check_paths_exist(config: Any) -> None:
     """Raises ConfigError for missing folders, before a model is downloaded."""
     for name in ("dataset_path", "eval_dataset_path"):
         path = getattr(config, name)
-        if path and path != "shapes" and not Path(path).expanduser().exists():
+        if path and are_shards(path):
+            _check_for_shards(name, path, config)
+        elif path and path != "shapes" and not Path(path).expanduser().exists():
             raise ConfigError(
                 f"{name} {path}: no such folder; expected images and videos with a text file each, or try "
                 "--model_config tiny --dataset_path shapes, which draws its own data"
             )
 
 
+def _check_for_shards(name: str, path: str, config: Any) -> None:
+    if not path.endswith(".tar"):
+        raise ConfigError(f"{name} {path}: expected tar shards, such as s3://bucket/clips-{{000..099}}.tar")
+    unsupported = {"no_cache": config.no_cache, "masked_loss": config.masked_loss}
+    if setting := next((setting for setting, is_set in unsupported.items() if is_set), None):
+        raise ConfigError(f"{setting}: tar shards are read once, into the cache, and without masks; remove {setting}")
+
+
 class FolderData:
-    """The images and videos of a folder, split into training and held-out samples."""
+    """The images and videos of a folder or of tar shards, split into training and held-out samples."""
 
     def __init__(self, config: Any, encoders: Encoders, prompts: Sequence[str], condition: ConditionKind) -> None:
         self._given = condition if condition.has_channels else None
@@ -63,10 +74,12 @@ class FolderData:
                 index.fill(work)
 
     def _sources(self, path: str, work: Work) -> list[Source]:
-        sources = read_sources(Path(path).expanduser(), leave_out_bad=self._config.leave_out_bad, report=work.message)
-        num_videos = sum(
-            source.media is not None and source.media.suffix.lower() in VIDEO_SUFFIXES for source in sources
-        )
+        skips = self._config.leave_out_bad
+        if are_shards(path):
+            sources = self._packed(path, work)
+        else:
+            sources = read_sources(Path(path).expanduser(), leave_out_bad=skips, report=work.message)
+        num_videos = sum(source.suffix in VIDEO_SUFFIXES for source in sources)
         if num_videos and self._config.num_frames == 1:
             videos = format_count(num_videos, "video")
             self.remarks.append(
@@ -74,6 +87,13 @@ class FolderData:
             )
         self._check_masks(path, [source.name for source in sources if source.mask is None], len(sources))
         return sources
+
+    def _packed(self, path: str, work: Work) -> list[Source]:
+        if self._given is not None:
+            raise ConfigError(f"{path}: image-to-video models need a folder of videos; tar shards have no given frames")
+        index_dir = Path(self._config.cache_dir).expanduser() / "index" if self._config.cache_dir else None
+        samples = read_shards(path, index_dir, work, leave_out_bad=self._config.leave_out_bad, report=work.message)
+        return [Source(sample.name, None, sample.caption, packed=sample.media) for sample in samples]
 
     def _check_masks(self, path: str, without: Sequence[str], num_samples: int) -> None:
         """Raises ConfigError if masked_loss has no mask to use; adds remarks about masks that are missing or unused."""
