@@ -32,6 +32,7 @@ from unisono.cluster.hangs.diagnosis import Limits
 from unisono.cluster.launch.agent import Agent, Job, KilledByUser, PassThroughLogs, RecordEvent, print_line
 from unisono.cluster.lifetime import LAUNCHER_PID
 from unisono.cluster.ports import require_free
+from unisono.cluster.rendezvous.authentication import secret_of
 from unisono.cluster.rendezvous.client import RendezvousClient, RendezvousConfig
 from unisono.cluster.signals import SAME_PRESS_S, handling_stop_signals
 from unisono.devices import num_cpu_cores
@@ -66,7 +67,8 @@ def launch(
     `join_timeout` seconds for the others (0: no limit).
     """
     fewest, most = (nnodes, nnodes) if isinstance(nnodes, int) else nnodes
-    config = replace(_rendezvous_config(fewest, most, node_rank, rdzv_endpoint, nproc), join_s=join_timeout)
+    config = _rendezvous_config(fewest, most, node_rank, rdzv_endpoint, nproc)
+    config = replace(config, join_s=join_timeout, secret=secret_of(os.environ) if most > 1 else None)
     alive.beat()
     job = Job(job_folder.resolve(), most, record_event, limits or Limits(0, 0), run_folder)
     if config.machine == 0:

@@ -12,11 +12,12 @@ kills its ranks, and `next_rendezvous` tries to reconnect for up to `RendezvousC
 from __future__ import annotations
 
 import contextlib
+import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
@@ -30,13 +31,16 @@ from torch.distributed.elastic.rendezvous import (
 
 from unisono.cluster import alive
 from unisono.cluster.awake_clock import AwakeClock
+from unisono.cluster.rendezvous.authentication import SECRET, Refused, introduce
 from unisono.cluster.rendezvous.connection import HEARTBEAT_S, SILENCE_S, Connection
 from unisono.cluster.rendezvous.server import RendezvousServer, Round
 from unisono.errors import UserError
+from unisono.formatting import printable, shorten
 
 _MESSAGE_AFTER_S = 10.0  # after this many seconds, a waiting machine prints what it waits for
 _RETRY_S = 0.5
 _CONNECT_S = 5.0
+_LONGEST_REASON = 2000  # characters of a message of machine 0 that is printed
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,8 @@ class RendezvousConfig:
     port: int
     join_s: float = 900.0
     """Seconds that a machine waits for the others, at startup and after losing its connection; 0: no limit."""
+    secret: bytes | None = field(default=None, repr=False)
+    """What all launchers of the run know, and nobody else; None: every launcher may take part."""
 
 
 class RendezvousClient(RendezvousHandler):
@@ -61,10 +67,18 @@ class RendezvousClient(RendezvousHandler):
         self._store: TCPStore | None = None
         self._server: RendezvousServer | None = None
         self._port = config.port
+        # On one machine, client and server are in this process, and no other program may take part.
+        self._secret = config.secret or (secrets.token_bytes(32) if config.max_machines == 1 else None)
         if config.machine == 0:
             self._store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
             self._server = RendezvousServer(
-                config.port, self._store.port, config.min_machines, config.max_machines, max_restarts
+                config.port,
+                self._store.port,
+                config.min_machines,
+                config.max_machines,
+                max_restarts,
+                secret=self._secret,
+                print_line=print_line,
             )
             self._port = self._server.port
         self.cause: dict[str, Any] | None = None
@@ -78,6 +92,7 @@ class RendezvousClient(RendezvousHandler):
         self._regroup = ""  # "save" or "now" once the server has sent `regroup`
         self._closed_because: str | None = None
         self._rejected_because = ""
+        self._refused_because = ""  # the secrets of the two sides differ, so another attempt is useless
 
     # ---- called by torch's elastic agent ----
 
@@ -192,6 +207,8 @@ class RendezvousClient(RendezvousHandler):
 
     def _connect(self, waited_s: float) -> None:
         """Tries once to connect; `waited_s` is how long this machine has been trying."""
+        if self._refused_because:
+            raise UserError(f"the launcher at {self._config.host}:{self._port} {self._refused_because}")
         # After a network failure, the server may still have this machine's old connection and reject the new one.
         if self._rejected_because and waited_s > 2 * SILENCE_S:
             raise UserError(f"{self._rejected_because}; give each machine a different node_rank")
@@ -200,33 +217,53 @@ class RendezvousClient(RendezvousHandler):
         host = "127.0.0.1" if self._server is not None else self._config.host
         connection: Connection | None = None
         with contextlib.suppress(OSError):
-            connection = Connection(socket.create_connection((host, self._port), timeout=_CONNECT_S))
+            connection = self._authenticated(socket.create_connection((host, self._port), timeout=_CONNECT_S))
         if connection is not None and connection.send(machine=self._config.machine, ranks=self._config.ranks):
             with self._changed:
                 self._connection, self._regroup = connection, ""
             for target in (self._receive, self._send_heartbeats):
                 threading.Thread(target=target, args=(connection,), name="rendezvous", daemon=True).start()
 
+    def _authenticated(self, peer: socket.socket) -> Connection | None:
+        try:
+            return Connection(peer, introduce(peer, self._secret) if self._secret is not None else b"")
+        except Refused as refused:
+            self._refused_because = str(refused)
+            peer.close()
+            return None
+        except OSError:
+            peer.close()
+            raise
+
     def _receive(self, connection: Connection) -> None:
         for message in connection.messages():
             with self._changed:
-                self._handle(message)
+                is_valid = self._handle(message)
                 self._changed.notify_all()
+            if not is_valid:
+                break
         connection.close()
         with self._changed:
+            if connection.wants_secret:
+                self._refused_because = f"asks for a secret; set {SECRET} to the same secret on all machines"
             if self._connection is connection:
                 self._connection = None
             self._changed.notify_all()
 
-    def _handle(self, message: dict[str, Any]) -> None:
+    def _handle(self, message: dict[str, Any]) -> bool:
+        """Handles a message; returns False if it is not one of a rendezvous server."""
         if "round" in message:
-            self._next_round, self._regroup, self._rejected_because = Round(**message["round"]), "", ""
+            new = Round.from_message(message["round"])
+            if new is None or self._config.machine not in (machine for machine, _ in new.machines):
+                return False
+            self._next_round, self._regroup, self._rejected_because = new, "", ""
         elif "regroup" in message:
             self._regroup = str(message["regroup"])
         elif "closed" in message:
-            self._closed_because = str(message["closed"])
+            self._closed_because = shorten(printable(str(message["closed"])), _LONGEST_REASON)
         elif "rejected" in message:
-            self._rejected_because = str(message["rejected"])
+            self._rejected_because = shorten(printable(str(message["rejected"])), _LONGEST_REASON)
+        return True
 
     def _send_heartbeats(self, connection: Connection) -> None:
         while connection.send(heartbeat=True):

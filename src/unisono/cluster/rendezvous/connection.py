@@ -5,6 +5,7 @@ A killed peer is detected at once, because its connection closes. A cut cable or
 process was suspended (Ctrl-Z) does not count as silence of the peer: the peer may be a thread of the same process, and
 messages from another machine wait in the socket. Any line that is not a JSON object closes the connection, because
 port scanners and other programs connect to open ports too.
+A peer must have been authenticated before a `Connection` reads its messages (`authentication.py`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from unisono.cluster.awake_clock import AwakeClock
+from unisono.cluster.rendezvous.authentication import MARK
 from unisono.plain_files import parse_json
 
 HEARTBEAT_S = 2.0
@@ -32,8 +34,11 @@ _MAX_LINE_BYTES = 1 << 20
 class Connection:
     """One end of a connection. Any thread may send messages, but only one may read them."""
 
-    def __init__(self, peer: socket.socket) -> None:
-        self._socket = peer
+    def __init__(self, peer: socket.socket, received: bytes = b"") -> None:
+        """`received` are bytes of messages that have been read from the socket already."""
+        self._socket, self._received = peer, received
+        self.wants_secret = False
+        """Whether the peer asked for a proof that this side knows the secret, although it has none."""
         self._send_lock = threading.Lock()
         peer.settimeout(SILENCE_S)  # for sending; `messages` polls with a shorter timeout
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -59,11 +64,14 @@ class Connection:
             return
         while True:
             try:
-                if not readable.poll(1000 * poll_s):
+                if self._received:
+                    data, self._received = self._received, b""
+                elif not readable.poll(1000 * poll_s):
                     if clock.advance(poll_s) - last_message_at > SILENCE_S:
                         return
                     continue
-                data = self._socket.recv(1 << 16)
+                else:
+                    data = self._socket.recv(1 << 16)
             except OSError:
                 return
             last_message_at = clock.advance(poll_s)
@@ -71,6 +79,7 @@ class Connection:
             if not data or len(rest) > _MAX_LINE_BYTES:
                 return
             for text in lines:
+                self.wants_secret = self.wants_secret or text.startswith(MARK)
                 try:
                     message = parse_json(text)
                 except ValueError:

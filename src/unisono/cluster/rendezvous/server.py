@@ -22,6 +22,9 @@ After `kill -9` of a rank on machine 1, that machine's launcher kills its other 
 `_decide` then sends `regroup: now` to all other machines. Their launchers kill their ranks and report ready too. When
 all connected machines are ready, `_begin_round` counts a restart and sends the same `Round` to each.
 
+Each launcher first proves that it knows the secret of the run, if there is one (`authentication.py`). A connection that
+does not, or sends no valid first message, is closed after seconds, and only some of them may be open at a time.
+
 Machine 0 decides alone, so clocks of different machines are never compared, unlike in torch's c10d rendezvous. Ranks
 are numbered by machine, so rank 0 always runs on machine 0. A machine that lost its connection may return at once.
 """
@@ -33,9 +36,11 @@ import socket
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from unisono.cluster.rendezvous.authentication import Refused, dismiss, receive_first
 from unisono.cluster.rendezvous.connection import HEARTBEAT_S, Connection
 from unisono.formatting import format_count
 
@@ -44,6 +49,12 @@ LAST_CALL_FIRST_ROUND_S = 30.0
 
 LAST_CALL_LATER_ROUNDS_S = 2.0
 """Seconds that later rounds wait for more machines. It is short, as a late machine only leads to another round."""
+
+MOST_STRANGERS = 256
+"""Connections that may be open before their launcher has been admitted; more are closed at once."""
+
+_MOST_RANKS = 2**16  # of a machine
+_MOST_LINES = 20  # about refused connections
 
 
 @dataclass(frozen=True)
@@ -58,6 +69,22 @@ class Round:
     joined: list[int]
     left: list[int]
     causes: list[dict[str, Any]]  # rank, step and cause of failures, from each machine that reported one
+
+    @classmethod
+    def from_message(cls, message: Any) -> Round | None:
+        """The round in a message of the server; None if it is not one."""
+        try:
+            new = cls(**message)
+        except TypeError:
+            return None
+        lists = (new.machines, new.joined, new.left, new.causes)
+        if not all(isinstance(each, list) for each in lists) or not new.machines or not isinstance(new.name, str):
+            return None
+        pairs = all(isinstance(pair, list) and len(pair) == 2 for pair in new.machines)
+        numbers = [new.number, new.store_port, new.num_restarts, *new.joined, *new.left]
+        numbers += [number for pair in new.machines for number in pair] if pairs else []
+        causes = all(isinstance(cause, dict) and isinstance(cause.get("cause"), str) for cause in new.causes)
+        return new if pairs and causes and all(type(number) is int for number in numbers) else None
 
     def describe_change(self) -> str:
         """Describes in one line which machines joined, left or came back, and how many continue."""
@@ -90,8 +117,24 @@ class _Member:
 class RendezvousServer:
     """The rendezvous server. Any thread may call its methods."""
 
-    def __init__(self, port: int, store_port: int, min_machines: int, max_machines: int, max_restarts: int) -> None:
-        """Listens on `port` (0: any free port), and on all interfaces if there may be several machines."""
+    def __init__(
+        self,
+        port: int,
+        store_port: int,
+        min_machines: int,
+        max_machines: int,
+        max_restarts: int,
+        *,
+        secret: bytes | None = None,
+        print_line: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        """Listens on `port` (0: any free port), and on all interfaces if there may be several machines.
+
+        Only launchers that know `secret` take part; `print_line` reports others.
+        """
+        self._secret, self._print_line = secret, print_line
+        self._strangers = threading.BoundedSemaphore(MOST_STRANGERS)
+        self._refused: set[tuple[str, str]] = set()
         self._min_machines, self._max_machines = min_machines, max_machines
         self._max_restarts, self._store_port = max_restarts, store_port
         self._server = _listen(port, all_interfaces=max_machines > 1)
@@ -134,7 +177,29 @@ class RendezvousServer:
                 if self._shut_down.wait(0.1):  # if not shut down, the error is temporary, such as too many open files
                     return
                 continue
-            threading.Thread(target=self._serve, args=(Connection(peer), address[0]), daemon=True).start()
+            if self._strangers.acquire(blocking=False):
+                threading.Thread(target=self._meet, args=(peer, address[0]), daemon=True).start()
+            else:
+                peer.close()
+
+    def _meet(self, peer: socket.socket, address: str) -> None:
+        """Handles a new connection."""
+        try:
+            received = receive_first(peer, self._secret)
+        except (Refused, OSError) as error:
+            self._strangers.release()
+            if isinstance(error, Refused):
+                self._report(address, str(error))
+            return dismiss(peer)
+        self._strangers.release()
+        self._serve(Connection(peer, received), address)
+
+    def _report(self, address: str, reason: str) -> None:
+        with self._lock:
+            is_new = (address, reason) not in self._refused and len(self._refused) < _MOST_LINES
+            self._refused.add((address, reason)) if is_new else None
+        if is_new:
+            self._print_line(f"refused a connection from {address}: the launcher there {reason}")
 
     def _serve(self, connection: Connection, address: str) -> None:
         """Handles the messages of one machine until it is gone."""
@@ -157,9 +222,9 @@ class RendezvousServer:
 
     def _admit(self, connection: Connection, address: str, message: dict[str, Any]) -> _Member | None:
         machine, ranks = message.get("machine"), message.get("ranks")
-        if not isinstance(machine, int) or not isinstance(ranks, int):
+        if type(machine) is not int or type(ranks) is not int:
             return None
-        if not 0 <= machine < self._max_machines or ranks < 1:
+        if not 0 <= machine < self._max_machines or not 1 <= ranks <= _MOST_RANKS:
             return None
         if self._closed_because is not None or self._shut_down.is_set():
             connection.send(closed=self._closed_because or "")
