@@ -357,6 +357,7 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
         "wan_memory": wan_memory,
     },
     HERE.parent / "docs" / "tune.md": {"tune": tune},
+    HERE.parent / "docs" / "data.md": {"datasets": tables_of("datasets", "Tar shards")},
     HERE.parent / "docs" / "bench.md": {"bench": tables_of("bench", "TwoMoons with a hidden width of 1024,")},
     HERE.parent / "docs" / "plan.md": {
         "plan": tables_of("plan", "Predictions for one H200, and collectives of CPU ranks, made")

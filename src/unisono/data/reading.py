@@ -107,10 +107,10 @@ class ChunkReader:
         return ReadChunk(self._collated(items, positions), positions if bad else chunk.positions, False, tuple(bad))
 
     def announce(self, chunk: Chunk) -> None:
-        """Tells a dataset with `about_to_read` which samples it reads soon, so that the disk reads them meanwhile."""
+        """Tells a dataset with `about_to_read` which samples are read next after those announced before."""
         if not chunk.is_dummy and callable(about_to_read := getattr(self.dataset, "about_to_read", None)):
             with suppress(Exception):  # reading reports the error
-                about_to_read([self.index(position) for position in chunk.positions])
+                about_to_read(self.order.indices(np.array(chunk.positions)).tolist())
 
     def index(self, position: int) -> int:
         """Returns the dataset index of the sample at `position`."""

@@ -18,6 +18,7 @@ import signal
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -41,6 +42,7 @@ from unisono.data.stream import StreamReader
 from unisono.errors import RecipeError, TrainingFailed, UnisonoError
 
 _MAX_DEATHS = 3  # number of consecutive worker deaths at the same chunk after which the run ends
+_ANNOUNCED = 256  # number of samples that a worker announces to the dataset ahead of reading them
 _GRACE_S = 1.0  # seconds for a worker to finish its current sample when the loader closes
 _HINTS: dict[int | None, str] = {
     -signal.SIGKILL: " (by the system, if memory ran out)",
@@ -323,15 +325,17 @@ def _until_error(chunks: Iterator[Chunk]) -> Iterator[Chunk]:
 
 
 def _announced(chunks: Iterator[Chunk], reader: ChunkReader | StreamReader) -> Iterator[Chunk]:
-    """Yields the chunks; announces each one before the previous one is read."""
-    before: Chunk | None = None
+    """Yields the chunks; announces each of them to the dataset some samples before it is read."""
+    ahead: deque[Chunk] = deque()
+    num_samples = 0
     for chunk in chunks:
         reader.announce(chunk)
-        if before is not None:
-            yield before
-        before = chunk
-    if before is not None:
-        yield before
+        ahead.append(chunk)
+        num_samples += len(chunk.positions)
+        while num_samples > _ANNOUNCED and len(ahead) > 1:
+            num_samples -= len(ahead[0].positions)
+            yield ahead.popleft()
+    yield from ahead
 
 
 def _packed(reader: ChunkReader | StreamReader, chunk: Chunk, where: str) -> Any:

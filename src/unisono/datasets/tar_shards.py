@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 
 from unisono.datasets.index import Array, Kind, open_index
 from unisono.datasets.patterns import expand
+from unisono.datasets.read_ahead import ReadAhead
 from unisono.datasets.shard_cache import ShardCache
 from unisono.datasets.sources import RangeReader, Source, examine
 from unisono.datasets.tar_members import BLOCK, TarError
@@ -57,12 +58,14 @@ class TarShards(Dataset[Any]):
             self._cache.check(self.shards)
         kind = Kind("tar-1", "uint32", 2, "samples", self._rows)
         self._index = open_index(index_dir, kind, self.shards)
+        self._ahead = ReadAhead(self._advise)
 
     def __len__(self) -> int:
         return len(self._index)
 
     def __getitem__(self, index: int) -> Any:
         number, (first, blocks) = self._index.locate(index)
+        self._ahead.is_read(index)
         sample = self._sample(self.shards[number], int(first) * BLOCK, int(blocks) * BLOCK)
         return sample if self.transform is None else self.transform(sample)
 
@@ -85,13 +88,17 @@ class TarShards(Dataset[Any]):
         self._cache.prefetch([shard for shard in soon if shard.is_remote])
 
     def about_to_read(self, indices: Sequence[int]) -> None:
-        """Called by the loader with the samples of a micro-batch, so that the disk reads them at the same time."""
-        if len(indices) < 2 or not hasattr(os, "posix_fadvise"):
-            return
-        for index in indices:
-            number, (first, blocks) = self._index.locate(index)
-            if not self.shards[number].is_remote:
-                self._reader.advise(self.shards[number], int(first) * BLOCK, int(blocks) * BLOCK)
+        """Called by the loader with samples in the order in which it reads them, so that the disk reads them ahead."""
+        if hasattr(os, "posix_fadvise"):
+            self._ahead.announce(index for index in indices if 0 <= index < len(self))
+
+    def _advise(self, index: int) -> int:
+        number, (first, blocks) = self._index.locate(index)
+        shard, count = self.shards[number], int(blocks) * BLOCK
+        if shard.is_remote:
+            return 0
+        self._reader.advise(shard, int(first) * BLOCK, count)
+        return count
 
     def _sample(self, shard: Source, start: int, length: int) -> dict[str, Any]:
         try:

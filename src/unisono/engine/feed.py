@@ -33,7 +33,7 @@ class Feed:
         self._recipe, self._state = components.recipe, components.state
         self._placement, self._order = components.strategy.placement, order
         self._data = data.to(self._placement.device) if is_resident(data) else data
-        self._shapes = shapes_of(self._data, order)
+        self._shapes = None if is_stream(data) else shapes_of(self._data, order)
         self._settings, self._run_folder = run.settings.data, run.folder.path
         # A caller that drives the run may continue past its end, so reading has no end. Such a caller trains whole
         # epochs, each of which ends with a step.
