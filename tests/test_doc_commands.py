@@ -48,6 +48,7 @@ NOT_RUN = {
     r"^(sbatch|srun|scancel|squeue)\b": "needs a SLURM cluster: tests/test_slurm.py runs one",
     r"^unisono slurm .*--submit": "needs a SLURM cluster: tests/test_slurm.py runs one",
     r"^kubectl\b": "needs a Kubernetes cluster",
+    r"^sky\b": "needs SkyPilot and a cloud: tests/test_skypilot.py runs what it would run",
     r"^(ssh|scp)\b|--nnodes|--rdzv_endpoint": "several machines: tests/test_nodes.py and tests/test_launchers.py",
     r"^mpirun\b": "needs Open MPI: tests/test_launchers.py",
     r"^accelerate config": "asks questions",
@@ -277,9 +278,10 @@ def check(command: str, capfd: pytest.CaptureFixture[str]) -> None:
         return
     assert words[0] in COMMANDS, command
     flags = {word.partition("=")[0] for word in words if word.startswith("--")}
-    described = help_of(words[0])
+    name = " ".join(words[:2]) if words[:2] == ["slurm", "tune"] else words[0]
+    described = help_of(name)
     if words[0] in WITH_SETTINGS:  # all settings of train, of this recipe
-        assert main(["train", words[1], "--help"]) == 0, command
+        assert main(["train", words[len(name.split())], "--help"]) == 0, command
         described += capfd.readouterr().out
     missing = {
         flag
@@ -291,7 +293,7 @@ def check(command: str, capfd: pytest.CaptureFixture[str]) -> None:
 
 @cache
 def help_of(command: str) -> str:
-    ended = unisono(command, "--help", cwd=ROOT)
+    ended = unisono(*command.split(), "--help", cwd=ROOT)
     assert ended.code == 0, ended.err
     return ended.out
 

@@ -71,6 +71,13 @@ class Tiny(Recipe):
         return flawed.get(self.config.flaw) or Loss(each.sum(), len(x))
 
 
+class Evaluated(Tiny):
+    """A recipe with an evaluation."""
+
+    def dataset(self, split: str) -> Any:
+        return super().dataset("train")
+
+
 class Sibling(Tiny):
     """Another recipe, with its own runs and checkpoints."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-import re
 import sys
 import time
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 from unisono.cli.arguments import StoreOnce, TrainingParser
 from unisono.cli.job_files import variable, whole_number, write_new
+from unisono.cli.slurm_arguments import add_job_arguments, plain_name
 from unisono.cluster.slurm.commands import submit
 from unisono.cluster.slurm.script import BatchJob, script
 from unisono.config.resolve import Resolved
@@ -30,7 +30,9 @@ _DESCRIPTION = """Write a batch script for SLURM, and optionally submit it and f
 
 The script starts one srun task per GPU. It restarts all ranks when one dies (up to --max_restarts times), and requeues
 the job when the time limit is near or the job is preempted; the run then continues from its checkpoint. Every setting
-of `unisono train` is also a flag here: it is checked now and written into the script."""
+of `unisono train` is also a flag here: it is checked now and written into the script.
+
+`unisono slurm tune RECIPE --search ... --array N` writes a job array whose jobs work on one study of `unisono tune`."""
 
 _SRUN_DECIDES = {
     "gpus": "gpus_per_node",
@@ -48,11 +50,7 @@ def _parser() -> TrainingParser:
     def add(flag: str, metavar: str, help: str, **options: Any) -> None:
         parser.add_argument(flag, metavar=metavar, help=help, **{"action": StoreOnce, **options})
 
-    def switch(flag: str, help: str) -> None:
-        parser.add_argument(flag, action="store_true", help=help)
-
     add("--nodes", "N", "number of machines (default: 1)", type=whole_number)
-    add("--gpus-per-node", "N", "GPUs per machine, N or type:N")
     add("--ntasks-per-node", "N", "CPU ranks per machine, when training without GPUs", type=whole_number)
     add(
         "--total-gpus",
@@ -60,44 +58,23 @@ def _parser() -> TrainingParser:
         "GPUs of all nodes together, if nodes have different numbers of GPUs; instead of --gpus-per-node",
         type=whole_number,
     )
-    add("--cpus-per-task", "N", "CPU cores per rank", type=whole_number)
-    add("--mem", "M", "memory per machine, for instance 64G")
-    add("--time", "T", "time limit, for instance 24:00:00")
-    add("--partition", "P", "SLURM partition")
-    add("--account", "A", "SLURM account")
-    add("--qos", "Q", "SLURM quality of service")
-    add("--constraint", "C", "SLURM node constraint")
-    add("--job-name", "J", "job name (default: the recipe's name)")
-    add("--module", "M", "run `module load M` before training; repeatable", action="append", default=[])
-    add("--env", "NAME=VALUE", "environment variable of the job; repeatable", action="append", default=[])
-    add("--container-image", "IMAGE", "run the ranks in this image, with the pyxis plugin; it must contain unisono")
-    add(
-        "--container-mounts",
-        "SRC:DST,...",
-        "further folders to mount in the container; the working directory and the run folder are always mounted",
-    )
-    add(
-        "--signal-before",
-        "S",
-        "number of seconds before the time limit at which the run saves and stops; 0: never (default: what the run "
-        "in --output_dir or --like needed for its longest step and save, otherwise 120)",
-        type=whole_number,
-    )
+    add_job_arguments(parser)
     add("--like", "RUN", "folder of a similar run, whose longest step and save determine --signal-before", type=Path)
-    switch("--no-requeue", "at the time limit, end with exit code 75 instead of requeueing the job")
-    add("--output-script", "FILE", "file to write (default: <recipe>.sbatch)")
-    switch("--force", "overwrite an existing script")
-    switch("--print", "print the script and exit")
-    switch("--submit", "submit the script with sbatch")
-    switch(
+    parser.add_argument(
         "--follow",
-        "after --submit, show the job's state and the run's progress until the job ends; Ctrl-C does not stop the job",
+        action="store_true",
+        help="after --submit, show the job's state and the run's progress until the job ends; Ctrl-C does not stop the "
+        "job",
     )
     return parser
 
 
 def main(argv: list[str]) -> int:
     """Runs the command; with --follow the exit code is the job's."""
+    if argv[:1] == ["tune"]:
+        from unisono.cli import slurm_tune
+
+        return slurm_tune.main(argv[1:])
     parser = _parser()
     recipe, config, flags, options = parser.parse_training(argv)
     if options.help:
@@ -115,7 +92,7 @@ def main(argv: list[str]) -> int:
     if options.print:
         print(text, end="")
         return EXIT_DONE
-    path = Path(options.output_script or f"{_plain(recipe.rpartition(':')[2] or recipe)}.sbatch")
+    path = Path(options.output_script or f"{plain_name(recipe.rpartition(':')[2] or recipe)}.sbatch")
     write_new(path, text, option="--output-script", overwrite=options.force)
     _explain(job, path, batch.global_batch)
     if not options.submit:
@@ -154,7 +131,7 @@ def _job(options: argparse.Namespace, resolved: Resolved, recipe: str, training:
         resources["container_mounts"] = resources["container_mounts"].split(",")
     if "signal_before" not in resources and (measured := _measured_lead(options.like, resolved)) is not None:
         resources["signal_before"] = measured
-    job_name = resources.pop("job_name", "") or _plain(recipe.rpartition(":")[2] or recipe).lower()
+    job_name = resources.pop("job_name", "") or plain_name(recipe.rpartition(":")[2] or recipe).lower()
     # The script contains the run folder, so that a requeued job, or the same script submitted again, continues the run.
     output = resolved.values["output_dir"] or f"runs/{job_name}-{time.strftime('%Y%m%d-%H%M%S')}"
     output_flag = () if resolved.explicit("output_dir") else (f"--output_dir={output}",)
@@ -184,11 +161,6 @@ def _measured_lead(like: Path | None, resolved: Resolved) -> int | None:
         return measured_seconds(like)
     output = resolved.values["output_dir"]
     return seconds_to_stop(Path(output)) if output else None
-
-
-def _plain(name: str) -> str:
-    """Replaces all characters that are not allowed in the name of a file or job."""
-    return re.sub(r"[^A-Za-z0-9_.-]+", "-", name).lstrip("-.") or "run"
 
 
 def _explain(job: BatchJob, path: Path, global_batch: int) -> None:

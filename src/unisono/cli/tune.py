@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from contextlib import suppress
 from dataclasses import fields
@@ -39,6 +40,18 @@ _SHOWN = 20
 
 def _parser() -> TrainingParser:
     parser = TrainingParser("tune", "RECIPE --search NAME=VALUES ... [--trials 20] [settings]", _DESCRIPTION)
+    add_search_arguments(parser)
+    parser.add_argument(
+        "--join",
+        action="store_true",
+        help="work on the study in --output_dir together with other processes, also on other machines, that run the "
+        "same command; this one ends when no trial is left for it",
+    )
+    return parser
+
+
+def add_search_arguments(parser: TrainingParser) -> None:
+    """Adds --search and an option for each field of StudyOptions."""
     docs = {
         "trials": ("N", "number of finished trials, including pruned and failed ones, after which the study ends"),
         "objective": ("METRIC", "evaluation metric to optimize (default: best_metric if it is set, else eval/loss)"),
@@ -67,7 +80,18 @@ def _parser() -> TrainingParser:
             type=int if isinstance(option.default, int) else str,
             help=text + default,
         )
-    return parser
+
+
+def search_of(options: argparse.Namespace) -> tuple[dict[str, object], StudyOptions]:
+    """The settings to search with their values, and how to search."""
+    search: dict[str, object] = {}
+    for flag in options.search:
+        name, values = split_flag(flag)
+        if name in search:
+            raise ConfigError(f"--search {name} is given twice; remove one of them")
+        search[name] = values
+    chosen = {f.name: getattr(options, f.name) for f in fields(StudyOptions) if getattr(options, f.name) is not None}
+    return search, StudyOptions(**chosen)
 
 
 def main(argv: list[str]) -> int:
@@ -78,13 +102,7 @@ def main(argv: list[str]) -> int:
     if options.help:
         parser.print_help()
         return EXIT_DONE
-    search: dict[str, object] = {}
-    for flag in options.search:
-        name, values = split_flag(flag)
-        if name in search:
-            raise ConfigError(f"--search {name} is given twice; remove one of them")
-        search[name] = values
-    chosen = {f.name: getattr(options, f.name) for f in fields(StudyOptions) if getattr(options, f.name) is not None}
+    search, study_options = search_of(options)
     kind = load_recipe(recipe)
     from unisono.tuning.tune import StudyStopped, run_study
 
@@ -93,7 +111,7 @@ def main(argv: list[str]) -> int:
 
     try:
         source = SettingsSource(tuple(files), tuple(flags))
-        study = run_study(kind, recipe, search, StudyOptions(**chosen), source, say)
+        study = run_study(kind, recipe, search, study_options, source, say, shared=options.join)
     except StudyStopped as stopped:
         with suppress(OSError):  # after SIGHUP the terminal may be gone
             say(str(stopped))
@@ -110,6 +128,8 @@ def _print(study: Study) -> None:
 
     heads, rows = table_rows(study, _SHOWN)
     title = f"{study.direction} {study.objective}: {study.num_finished} trials"
+    if unfinished := study.count("unfinished"):
+        title += f", {unfinished} unfinished"
     if len(study.trials) > _SHOWN:
         title += f", the best {_SHOWN}"
     table = Table(title=title)

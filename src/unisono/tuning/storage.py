@@ -1,4 +1,7 @@
-"""The study in Optuna's database, study.db in the study's folder, which survives a kill at any moment.
+"""The study in Optuna's database in the study's folder, which survives a kill at any moment.
+
+The database is study.db (SQLite), or study.log if several processes work on the study: Optuna's journal, whose locks
+also work on network file systems.
 
 A sampler's random numbers follow from (seed, trial, setting) instead of from the sampler's state. So a study that was
 killed goes on with the same values as one that was not, even if the kill came while a trial's values were drawn.
@@ -23,7 +26,7 @@ if TYPE_CHECKING:
     import optuna
     from optuna.trial import FrozenTrial
 
-DATABASE = "study.db"
+DATABASE, JOURNAL = "study.db", "study.log"
 _NAME = "study"
 
 
@@ -43,10 +46,10 @@ class Trial:
 class Storage:
     """The trials of a study: draws their values, records their evaluations and results."""
 
-    def __init__(self, folder: Path, plan: StudyPlan) -> None:
+    def __init__(self, folder: Path, plan: StudyPlan, *, shared: bool = False) -> None:
         """Creates the study's database in `folder`, or opens it."""
         self._plan, self._optuna = plan, load_optuna()
-        self._storage = self._optuna.storages.RDBStorage(database_url(folder / DATABASE))
+        self._storage = open_database(folder, shared=shared)
         self._study = self._optuna.create_study(
             storage=self._storage,
             study_name=_NAME,
@@ -60,6 +63,11 @@ class Storage:
     def num_finished(self) -> int:
         """Number of finished trials: complete, pruned or failed."""
         return sum(trial.state.is_finished() for trial in self._study.get_trials(deepcopy=False))
+
+    @property
+    def num_trials(self) -> int:
+        """Number of trials that have been created."""
+        return len(self._study.get_trials(deepcopy=False))
 
     def finished(self) -> list[FrozenTrial]:
         """All finished trials, in order."""
@@ -76,7 +84,7 @@ class Storage:
             number = len(self._study.get_trials(deepcopy=False))
             self._study.sampler = self._sampler(number, "")
             trial = self._study.ask()
-            assert trial.number == number  # the study's folder is locked, so no other process creates trials
+            assert trial.number == number  # the study's folder is locked, so no other process creates trials now
         else:
             self._study.sampler = self._sampler(number, "")
             trial_id = self._storage.get_trial_id_from_study_id_trial_number(
@@ -123,8 +131,7 @@ class Storage:
 
     def close(self) -> None:
         """Closes the database."""
-        self._storage.remove_session()
-        self._storage.engine.dispose()
+        close_database(self._storage)
 
     def _note(self, number: int, notes: Mapping[str, Any]) -> None:
         for name, value in notes.items():
@@ -152,6 +159,31 @@ def load_optuna() -> Any:
     logging.getLogger("alembic").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
     return optuna
+
+
+def has_database(folder: Path) -> bool:
+    """Whether the folder contains the database of a study."""
+    return (folder / DATABASE).is_file() or (folder / JOURNAL).is_file()
+
+
+def open_database(folder: Path, *, shared: bool) -> optuna.storages.BaseStorage:
+    """Opens the database in `folder`, or creates one; `shared`: for several processes on several machines."""
+    storages = load_optuna().storages
+    if shared and (folder / DATABASE).is_file():
+        raise UserError(f"{folder} contains a study that was started without --join; choose another --output_dir")
+    if shared or (folder / JOURNAL).is_file():
+        backend = storages.journal.JournalFileBackend(str(folder / JOURNAL))
+        database: optuna.storages.BaseStorage = storages.JournalStorage(backend)
+    else:
+        database = storages.RDBStorage(database_url(folder / DATABASE))
+    return database
+
+
+def close_database(database: optuna.storages.BaseStorage) -> None:
+    """Closes what `open_database` has opened."""
+    database.remove_session()
+    if hasattr(database, "engine"):  # SQLite
+        database.engine.dispose()
 
 
 def database_url(file: Path) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from unisono.errors import UserError
 from unisono.observe.folder import RunFolder
 from unisono.tuning.plan import read_study
-from unisono.tuning.storage import DATABASE, best_of, database_url, load_optuna
+from unisono.tuning.storage import best_of, close_database, has_database, load_optuna, open_database
 from unisono.tuning.trial_run import folder_of
 from unisono.typed_paths import as_typed
 
@@ -94,19 +94,20 @@ class Study:
 def read_trials(folder: Path) -> Study:
     """Reads a study's folder; raises UserError if it contains none."""
     record = read_study(folder)
-    if record is None or not (folder / DATABASE).is_file():
+    if record is None or not has_database(folder):
         raise UserError(f"{folder} contains no study of unisono tune")
     optuna = load_optuna()
-    storage = optuna.storages.RDBStorage(database_url(folder / DATABASE))
+    storage = open_database(folder, shared=False)
     try:
         [study] = [optuna.load_study(study_name=name, storage=storage) for name in optuna.get_all_study_names(storage)]
         frozen = study.get_trials(deepcopy=False)
         importances = _importances(study)
     except Exception as error:
-        raise UserError(f"{folder / DATABASE} cannot be read ({type(error).__name__}: {error})") from error
+        raise UserError(
+            f"the database of the study in {folder} cannot be read ({type(error).__name__}: {error})"
+        ) from error
     finally:
-        storage.remove_session()
-        storage.engine.dispose()
+        close_database(storage)
     trials = [_result(folder, trial) for trial in frozen]
     best = best_of(frozen, record["direction"])
     return Study(

@@ -3,6 +3,10 @@
 The study's process only starts and follows processes of `unisono train`; it never trains. Everything that it knows is
 in study.db and in the trials' run folders, so a killed study goes on exactly where it was: trials that were running
 continue from their own checkpoints.
+
+Several processes, also on several machines, may work on one study (`shared`). Each of them decides about trials while
+it holds the lock of the study's folder, and holds a lock of each trial that it trains. The kernel releases the locks of
+a process that dies, so another process, or the same one after a requeue, continues its trials.
 """
 
 from __future__ import annotations
@@ -27,16 +31,18 @@ from unisono.engine.start.settings_source import SettingsSource, source_of
 from unisono.errors import EXIT_STOPPED, EXIT_USER_ERROR, ConfigError, TrainingFailed, UnisonoError, UserError
 from unisono.formatting import format_count, format_number
 from unisono.observe.folder import RUN, check_writable
-from unisono.observe.lock import FolderLock
 from unisono.tuning.page import write_page
 from unisono.tuning.plan import SETTINGS, StudyOptions, StudyPlan, plan_study
 from unisono.tuning.slots import Slot, slots_of
-from unisono.tuning.storage import Storage, Trial, load_optuna
+from unisono.tuning.storage import JOURNAL, Storage, Trial, load_optuna
 from unisono.tuning.study import Study, read_trials
+from unisono.tuning.study_lock import StudyLock
 from unisono.tuning.trial_run import NoObjective, TrialRun, final_value, folder_of, mark_trial, num_steps
 from unisono.typed_paths import absolute, as_typed, note_start_folder
 
 _POLL_S = 0.05
+_LOOK_AGAIN_S = 5.0
+"""Seconds after which a process with a free slot looks for trials whose process has died."""
 _ALL_FAILED = 3
 """The study ends with an error if this many trials have finished and all of them have failed."""
 
@@ -100,34 +106,46 @@ def run_study(
     options: StudyOptions,
     source: SettingsSource,
     say: Callable[[str], None],
+    *,
+    shared: bool = False,
 ) -> Study:
-    """Runs a study to its end, or continues it; raises StudyStopped if a signal stops it."""
+    """Runs a study to its end, or continues it; raises StudyStopped if a signal stops it.
+
+    `shared`: other processes may work on the study at the same time. This one ends when no trial is left for it.
+    """
     world = detect()
     if world.launcher != "plain" and world.size > 1:
         raise UserError(f"tune starts its own runs; start it once, without {world.launcher}")
     load_optuna()
     plan = plan_study(recipe_class, recipe, search, options, source)
     slots, notes = slots_of(plan.base, options.parallel)
-    path = absolute(plan.base.values["output_dir"] or default_folder(f"tune-{recipe_class.__qualname__}"))
+    output = plan.base.values["output_dir"]
+    if shared and not output:
+        raise ConfigError("join: pass --output_dir with the folder of the study, the same for all processes")
+    path = absolute(output or default_folder(f"tune-{recipe_class.__qualname__}"))
     check_writable(path)
     folder = Path(path)
+    shared = shared or (folder / JOURNAL).exists()
     with ExitStack() as cleanup:
-        lock = FolderLock(folder)
-        lock.take()
-        cleanup.callback(lock.release)
-        if (folder / RUN).exists():
-            raise ConfigError(f"output_dir {as_typed(path)} is the folder of a run; choose another one for the study")
-        plan.check_same(folder)
-        plan.write(folder)
-        storage = Storage(folder, plan)
+        lock = StudyLock(folder, shared=shared)
+        cleanup.enter_context(lock.whole_study())
+        with lock.decision():
+            if (folder / RUN).exists():
+                raise ConfigError(
+                    f"output_dir {as_typed(path)} is the folder of a run; choose another one for the study"
+                )
+            plan.check_same(folder)
+            plan.write(folder)
+            storage = Storage(folder, plan, shared=shared)
         cleanup.callback(storage.close)
         for note in notes:
             say(f"note: {note}")
-        loop = _Loop(folder, plan, slots, storage, say)
+        loop = _Loop(folder, plan, slots, storage, lock, say)
         try:
             loop.run()
         finally:
-            write_page(read_trials(folder))
+            with lock.decision():
+                write_page(read_trials(folder))
     return read_trials(folder)
 
 
@@ -143,22 +161,28 @@ class _Loop:
     """Starts, follows and ends the trials of a study."""
 
     def __init__(
-        self, folder: Path, plan: StudyPlan, slots: Sequence[Slot], storage: Storage, say: Callable[[str], None]
+        self,
+        folder: Path,
+        plan: StudyPlan,
+        slots: Sequence[Slot],
+        storage: Storage,
+        lock: StudyLock,
+        say: Callable[[str], None],
     ) -> None:
-        self._folder, self._plan, self._storage, self._say = folder, plan, storage, say
+        self._folder, self._plan, self._storage, self._lock, self._say = folder, plan, storage, lock, say
         self._free, self._running = list(slots), list[_Running]()
-        self._to_continue = storage.unfinished()
+        self._look_again_at = 0.0
         self._signal: str | None = None
 
     def run(self) -> None:
         """Runs trials until enough of them have finished."""
-        for trial in self._storage.finished():  # a kill may have come between the database and the run folder
-            self._mark(trial.number)
-        done = self._storage.num_finished
-        if done or self._to_continue:
-            self._say(
-                f"continuing the study: {format_count(done, 'trial')} finished, {len(self._to_continue)} to continue"
-            )
+        with self._lock.decision():
+            for trial in self._storage.finished():  # a kill may have come between the database and the run folder
+                self._mark(trial.number)
+            done, unfinished = self._storage.num_finished, len(self._storage.unfinished())
+        if done or unfinished:
+            whose = "unfinished" if self._lock.shared else "to continue"
+            self._say(f"continuing the study: {format_count(done, 'trial')} finished, {unfinished} {whose}")
         with handling_stop_signals(self._on_signal), self._killing_trials_on_error():
             while True:
                 self._start_trials()
@@ -186,14 +210,11 @@ class _Loop:
 
     def _start_trials(self) -> None:
         while self._free and self._signal is None:
-            if self._to_continue:
-                trial = self._storage.begin(self._to_continue.pop(0))
-                if self._prune_after_kill(trial):
-                    continue
-            elif self._storage.num_finished + len(self._running) < self._plan.options.trials:
-                trial = self._storage.begin()
-            else:
+            trial = self._next_trial()
+            if trial is None:
                 return
+            if not trial.is_new and self._prune_after_kill(trial):
+                continue
             slot = self._free.pop(0)
             arguments = [self._plan.recipe, *self._plan.source.arguments(self._folder / SETTINGS)]
             arguments += [f"--{name}={value}" for name, value in trial.values.items()]
@@ -201,14 +222,27 @@ class _Loop:
             run = TrialRun(self._folder, trial.number, arguments, slot.environ, self._plan.objective, trial.last_step)
             self._running.append(_Running(run, trial, slot, time.monotonic()))
 
+    def _next_trial(self) -> Trial | None:
+        """A trial that no process trains: one to continue, or a new one; None if there is none."""
+        if time.monotonic() < self._look_again_at:
+            return None
+        with self._lock.decision():
+            for number in self._storage.unfinished():
+                if self._lock.claim(number):
+                    return self._storage.begin(number)
+            number = self._storage.num_trials
+            if number < self._plan.options.trials and self._lock.claim(number):
+                return self._storage.begin()
+        self._look_again_at = time.monotonic() + _LOOK_AGAIN_S
+        return None
+
     def _prune_after_kill(self, trial: Trial) -> bool:
         """Prunes a trial whose last evaluation was recorded, but not yet judged, when the study was killed."""
         folder = folder_of(self._folder, trial.number)
         if not 0 < trial.last_step < num_steps(folder) or not self._storage.should_prune(trial.number):
             return False
         self._storage.prune(trial.number)
-        self._mark(trial.number)
-        self._announce(trial.number)
+        self._conclude(trial.number)
         return True
 
     def _checkpoint_flags(self) -> list[str]:
@@ -236,8 +270,7 @@ class _Loop:
         self._running.remove(running)
         self._free.insert(0, running.slot)
         if run.is_pruned:
-            self._mark(number)
-            self._announce(number)
+            self._conclude(number)
         elif not (self._signal and code == EXIT_STOPPED):
             self._finish(running, code)
 
@@ -251,8 +284,7 @@ class _Loop:
             self._storage.complete(number, value, **notes)
         else:
             self._storage.fail(number, run.last_words(), **notes)
-        self._mark(number)
-        self._announce(number)
+        self._conclude(number)
         finished = self._storage.finished()
         if len(finished) >= min(_ALL_FAILED, self._plan.options.trials) and all(
             trial.state.name == "FAIL" for trial in finished
@@ -260,6 +292,12 @@ class _Loop:
             error = finished[-1].user_attrs.get("error", "")
             text = f"all {len(finished)} trials have failed, the last one with: {error} (see {as_typed(run.log)})"
             raise UserError(text) if code == EXIT_USER_ERROR else TrainingFailed(text)
+
+    def _conclude(self, number: int) -> None:
+        with self._lock.decision():
+            self._mark(number)
+        self._lock.release(number)
+        self._announce(number)
 
     def _mark(self, number: int) -> None:
         """Notes a trial's outcome in its run folder."""

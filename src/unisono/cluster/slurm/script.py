@@ -179,14 +179,11 @@ def seconds_of(time: str) -> int:
 
 def script(job: BatchJob) -> str:
     """Returns the text of the batch script."""
-    tasks = " ".join(f"{flag}={value}" for flag, value in _step_options(job))
+    tasks = " ".join(f"{flag}={value}" for flag, value in step_options(job))
     # The image has its own Python; the script itself runs outside of the container.
     program = "python3" if job.container_image is not None else '"$python"'
-    lines = ["#!/bin/bash", "# Written by `unisono slurm`: one srun task per rank.", *_directives(job), ""]
-    lines += [f"module load {module}" for module in job.modules]
-    lines += [f"export {name}={shlex.quote(value)}" for name, value in job.environ.items()]
-    if job.modules or job.environ:
-        lines.append("")
+    lines = ["#!/bin/bash", "# Written by `unisono slurm`: one srun task per rank."]
+    lines += [*directives(job, _layout(job), log=f"{job.job_name}-%j.log"), "", *preparation(job)]
     lines += [
         f"python={shlex.quote(job.python)}",
         f"run={shlex.quote(job.output_dir)}",
@@ -208,25 +205,44 @@ def script(job: BatchJob) -> str:
         "done",
         "",
     ]
-    if job.requeue:
-        lines += [
-            f"# {EXIT_STOPPED}: stopped by a signal, with a checkpoint; requeue the job to continue from there.",
-            f'[ $outcome -eq {EXIT_STOPPED} ] && scontrol requeue "$SLURM_JOB_ID" && sleep 60',
-        ]
-    return "\n".join([*lines, "exit $outcome", ""])
+    return "\n".join([*lines, *requeue(job), "exit $outcome", ""])
 
 
-def _directives(job: BatchJob) -> list[str]:
-    options: list[tuple[str, object]] = [
-        ("job-name", job.job_name),
-        ("chdir", shlex.quote(job.folder)),
-        ("output", f"{job.job_name}-%j.log"),
-        ("open-mode", "append"),
+def preparation(job: BatchJob) -> list[str]:
+    """Lines that load modules and set variables."""
+    lines = [f"module load {module}" for module in job.modules]
+    lines += [f"export {name}={shlex.quote(value)}" for name, value in job.environ.items()]
+    return [*lines, ""] if lines else []
+
+
+def requeue(job: BatchJob) -> list[str]:
+    """Lines that requeue a job after its command was stopped."""
+    if not job.requeue:
+        return []
+    return [
+        f"# {EXIT_STOPPED}: stopped by a signal, with a checkpoint; requeue the job to continue from there.",
+        f'[ $outcome -eq {EXIT_STOPPED} ] && scontrol requeue "$SLURM_JOB_ID" && sleep 60',
+    ]
+
+
+def _layout(job: BatchJob) -> list[tuple[str, object]]:
+    return [
         ("nodes", job.nodes),
         ("ntasks", job.total_gpus),
         ("gpus-per-task", None if job.total_gpus is None else 1),
         ("ntasks-per-node", job.tasks_per_node if job.total_gpus is None else None),
         ("gpus-per-node", job.gpus_per_node if job.gpus else None),
+    ]
+
+
+def directives(job: BatchJob, layout: Sequence[tuple[str, object]], *, log: str) -> list[str]:
+    """The comments that sbatch reads; `layout` are those about machines, tasks and GPUs."""
+    options: list[tuple[str, object]] = [
+        ("job-name", job.job_name),
+        ("chdir", shlex.quote(job.folder)),
+        ("output", log),
+        ("open-mode", "append"),
+        *layout,
         ("cpus-per-task", job.cpus_per_task),
         ("mem", job.mem),
         ("time", job.time),
@@ -240,7 +256,8 @@ def _directives(job: BatchJob) -> list[str]:
     return [*lines, "#SBATCH --requeue" if job.requeue else "#SBATCH --no-requeue"]
 
 
-def _step_options(job: BatchJob) -> list[tuple[str, object]]:
+def step_options(job: BatchJob) -> list[tuple[str, object]]:
+    """The options of srun."""
     # Without kill-on-bad-exit, the other ranks would wait for a dead one. Since SLURM 22.05, srun does not inherit
     # cpus-per-task from the job.
     options: list[tuple[str, object]] = [("--kill-on-bad-exit", 1)]
