@@ -148,8 +148,10 @@ def test_a_job_array_survives_kills_and_requeues(slurm: Slurm, tmp_path: Path) -
 
 
 def is_tune(pid: int) -> bool:
+    """Whether it is the process of `unisono tune`, and neither srun nor a trial."""
     with suppress(OSError):
-        return b"\0tune\0" in Path(f"/proc/{pid}/cmdline").read_bytes() and os.readlink(f"/proc/{pid}/exe") != ""
+        is_python = "python" in os.path.basename(os.readlink(f"/proc/{pid}/exe"))
+        return is_python and b"\0unisono\0tune\0" in Path(f"/proc/{pid}/cmdline").read_bytes()
     return False
 
 
