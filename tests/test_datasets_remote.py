@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -35,6 +36,7 @@ class Server(ThreadingHTTPServer):
     folder: Path
     sent = 0
     requests: list[str]
+    delay = 0.0  # seconds before an answer
     cut = 0  # number of answers that will be shorter than announced
 
     @property
@@ -61,6 +63,7 @@ class Handler(BaseHTTPRequestHandler):
         if span:
             first, _, last = span.removeprefix("bytes=").partition("-")
             start, stop = int(first), min(int(last) + 1 if last else len(data), len(data))
+        time.sleep(self.server.delay)
         self.send_response(206 if span else 200)
         if span:
             self.send_header("Content-Range", f"bytes {start}-{stop - 1}/{len(data)}")
@@ -161,6 +164,29 @@ def test_a_sample_without_a_field_does_not_download_its_shard_again(server: Serv
         with pytest.raises(UserError, match="no field 'png'"):
             data[0]
     assert len(server.requests) == before
+
+
+def test_announced_samples_are_fetched_at_the_same_time(server: Server, tmp_path: Path) -> None:
+    data = shards(server, tmp_path)
+    order, before = np.random.default_rng(0).permutation(SIZE).tolist(), len(server.requests)
+    server.delay = 0.1
+    started = time.monotonic()
+    data.about_to_read(order)
+    assert [int(data[index]["cls"]) for index in order] == order
+    assert time.monotonic() - started < 0.6 * SIZE * server.delay
+    assert len(server.requests) == before + SIZE  # each of them once
+    server.delay = 0.0
+
+    data.about_to_read(order[:4])
+    child = os.fork()
+    if child == 0:  # pragma: no cover
+        signal.alarm(30)  # a copy in another process has no threads that fetch
+        os._exit(0 if [int(data[index]["cls"]) for index in order] == order else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+    server.cut = 1
+    data.about_to_read(order[4:6])
+    assert int(data[order[4]]["cls"]) == order[4] and int(data[order[5]]["cls"]) == order[5]
 
 
 def test_a_connection_that_breaks_is_an_error_and_leaves_no_half_file(server: Server, tmp_path: Path) -> None:

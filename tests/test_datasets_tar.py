@@ -353,15 +353,21 @@ def test_read_ahead_is_limited_and_follows_the_reader() -> None:
         advised.append(index)
         return 12 * 2**20
 
-    ahead = ReadAhead(advise)
+    forgotten: list[int] = []
+    ahead = ReadAhead(advise, forgotten.append)
     ahead.announce([5, 6, 7, 8, 9, 5])
     assert advised == [5, 6, 7]  # 36 MiB
     ahead.is_read(100)  # was not announced
     ahead.is_read(5)
     assert advised == [5, 6, 7, 8]
     ahead.is_read(8)  # 6 and 7 could not be read
-    assert advised == [5, 6, 7, 8, 9, 5]
-    copy = pickle.loads(pickle.dumps(ReadAhead(len)))
+    assert advised == [5, 6, 7, 8, 9, 5] and forgotten == [5, 6, 7, 8]
+    for _ in range(4):
+        ahead.is_read(200)  # another loader, to which these samples mean nothing
+    ahead.announce([20, 21, 22, 23])
+    assert advised[-3:] == [20, 21, 22]
+    copy = pickle.loads(pickle.dumps(ReadAhead(abs, abs)))
+    copy.announce([5])
     copy.is_read(5)
 
 

@@ -1,53 +1,126 @@
-"""Makes the system read announced samples of local files ahead, so that the disk always has several requests.
+"""Reads announced samples ahead: the system those of local files, and threads those of remote files.
 
-The samples of a shuffled order are not adjacent, so the system does not read ahead itself. Samples are announced in the
-order in which they are read, and at most `_MOST_BYTES` of them are read ahead, because they take memory of the machine.
+The samples of a shuffled order are not adjacent, so the system does not read ahead itself, and a request to a server
+for each sample would have to wait for the one before. Samples are announced in the order in which they are read. At
+most `_MOST_BYTES` of them are read ahead, because they take memory of the machine.
 """
 
 from __future__ import annotations
 
+import os
+import queue
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 
 _MOST_BYTES = 32 * 2**20  # for each process
+_THREADS = 16  # that fetch from servers
 
 
 class ReadAhead:
-    """The announced samples of one process. Copies of it, such as in a forked worker, begin without any."""
+    """The announced samples of one process. A copy of it in another process begins without any."""
 
-    def __init__(self, advise: Callable[[int], int]) -> None:
-        """`advise(index)` makes the system read a sample, and returns its bytes."""
-        self._advise = advise
+    def __init__(self, begin: Callable[[int], int], forget: Callable[[int], object]) -> None:
+        """`begin(index)` begins to read a sample, and returns its bytes; `forget(index)`: it is not read any more."""
+        self._begin, self._forget = begin, forget
+        self._clear()
+
+    def _clear(self) -> None:
         self._waiting: deque[int] = deque()
-        self._ahead: deque[tuple[int, int]] = deque()  # samples that the system reads ahead, and their bytes
-        self._bytes = 0
+        self._ahead: deque[tuple[int, int]] = deque()  # samples that are read ahead, and their bytes
+        self._bytes = self._misses = 0
+        self._owner = os.getpid()
 
     def announce(self, indices: Iterable[int]) -> None:
         """Adds samples that are read after those announced before."""
+        if self._owner != os.getpid():  # a fork
+            self._clear()
         self._waiting.extend(indices)
         self._fill()
 
     def is_read(self, index: int) -> None:
-        """Called when a sample is read: it, and those announced before it, need no more memory."""
+        """Called after a sample was read: it, and those announced before it, need no more memory."""
         if any(index == ahead for ahead, _ in self._ahead):
-            done = -1
+            done, self._misses = -1, 0
             while done != index:
                 done, size = self._ahead.popleft()
                 self._bytes -= size
+                self._forget(done)
             self._fill()
-        elif self._waiting and self._waiting[0] == index:
+            return
+        if self._waiting and self._waiting[0] == index:
             self._waiting.popleft()
+        self._misses += 1
+        # A loader that has ended may have announced samples that it has not read.
+        if self._ahead and self._misses > len(self._ahead) + len(self._waiting):
+            for done, _ in self._ahead:
+                self._forget(done)
+            self._clear()
 
     def _fill(self) -> None:
         while self._waiting and (self._bytes < _MOST_BYTES or not self._ahead):
             index = self._waiting.popleft()
-            size = self._advise(index)
+            size = self._begin(index)
             self._ahead.append((index, size))
             self._bytes += size
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_advise": self._advise}
+        return {"_begin": self._begin, "_forget": self._forget}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["_advise"])  # type: ignore[misc]
+        self.__init__(state["_begin"], state["_forget"])  # type: ignore[misc]
+
+
+class Fetcher:
+    """Reads samples in threads of this process. A copy of it in another process begins without any."""
+
+    def __init__(self) -> None:
+        self._results: dict[int, Future[bytes]] = {}
+        self._jobs: queue.SimpleQueue[tuple[Future[bytes], Callable[[], bytes]]] | None = None
+        self._owner = os.getpid()
+
+    def begin(self, index: int, read: Callable[[], bytes]) -> None:
+        """Begins to read a sample."""
+        if self._owner != os.getpid():  # threads do not survive a fork
+            self.__init__()  # type: ignore[misc]
+        if self._jobs is None:
+            self._jobs = queue.SimpleQueue()
+            for _ in range(_THREADS):
+                threading.Thread(target=_work, args=(self._jobs,), name="unisono samples", daemon=True).start()
+        if index not in self._results:
+            self._results[index] = Future()
+            self._jobs.put((self._results[index], read))
+
+    def take(self, index: int) -> bytes | None:
+        """The content of a sample, if it was begun and could be read; waits for it. None: read it now."""
+        if self._owner != os.getpid() or (result := self._results.pop(index, None)) is None:
+            return None
+        with suppress(Exception):  # reading it again reports the error
+            return result.result()
+        return None
+
+    def forget(self, index: int) -> None:
+        """Drops a sample that is not needed any more."""
+        if (result := self._results.pop(index, None)) is not None:
+            result.cancel()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__()  # type: ignore[misc]
+
+
+def _work(jobs: queue.SimpleQueue[tuple[Future[bytes], Callable[[], bytes]]]) -> None:
+    while True:
+        result, read = jobs.get()
+        if not result.set_running_or_notify_cancel():
+            continue
+        try:
+            result.set_result(read())
+        except BaseException as error:
+            result.set_exception(error)
+        del result, read  # or this thread would keep the content until the next job

@@ -128,7 +128,7 @@ class RangeReader:
 
     def advise(self, source: Source, start: int, count: int) -> None:
         """Makes the system read a range of a local file ahead, without waiting for it."""
-        with suppress(OSError, UserError):  # reading reports the error
+        with suppress(OSError, UserError, AttributeError):  # reading reports the error; not every system has this call
             os.posix_fadvise(self._open(source).fileno(), start, count, os.POSIX_FADV_WILLNEED)
 
     def download(self, source: Source, path: str) -> None:

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 from unisono.datasets.index import Array, Kind, open_index
 from unisono.datasets.patterns import expand
-from unisono.datasets.read_ahead import ReadAhead
+from unisono.datasets.read_ahead import Fetcher, ReadAhead
 from unisono.datasets.shard_cache import ShardCache
 from unisono.datasets.sources import RangeReader, Source, examine
 from unisono.datasets.tar_members import BLOCK, TarError
@@ -58,15 +58,17 @@ class TarShards(Dataset[Any]):
             self._cache.check(self.shards)
         kind = Kind("tar-1", "uint32", 2, "samples", self._rows)
         self._index = open_index(index_dir, kind, self.shards)
-        self._ahead = ReadAhead(self._advise)
+        self._fetcher = Fetcher()
+        self._ahead = ReadAhead(self._begin, self._fetcher.forget)
 
     def __len__(self) -> int:
         return len(self._index)
 
     def __getitem__(self, index: int) -> Any:
         number, (first, blocks) = self._index.locate(index)
+        fetched = self._fetcher.take(index)
         self._ahead.is_read(index)
-        sample = self._sample(self.shards[number], int(first) * BLOCK, int(blocks) * BLOCK)
+        sample = self._sample(self.shards[number], int(first) * BLOCK, int(blocks) * BLOCK, fetched)
         return sample if self.transform is None else self.transform(sample)
 
     @property
@@ -89,20 +91,23 @@ class TarShards(Dataset[Any]):
 
     def about_to_read(self, indices: Sequence[int]) -> None:
         """Called by the loader with samples in the order in which it reads them, so that the disk reads them ahead."""
-        if hasattr(os, "posix_fadvise"):
-            self._ahead.announce(index for index in indices if 0 <= index < len(self))
+        self._ahead.announce(index for index in indices if 0 <= index < len(self))
 
-    def _advise(self, index: int) -> int:
+    def _begin(self, index: int) -> int:
+        """Begins to read a sample; returns its bytes."""
         number, (first, blocks) = self._index.locate(index)
-        shard, count = self.shards[number], int(blocks) * BLOCK
-        if shard.is_remote:
-            return 0
-        self._reader.advise(shard, int(first) * BLOCK, count)
+        shard, start, count = self.shards[number], int(first) * BLOCK, int(blocks) * BLOCK
+        if not shard.is_remote:
+            self._reader.advise(shard, start, count)
+        elif self._cache is not None:
+            return 0  # whole shards are fetched ahead
+        else:
+            self._fetcher.begin(index, lambda: self._reader.read(shard, start, count))
         return count
 
-    def _sample(self, shard: Source, start: int, length: int) -> dict[str, Any]:
+    def _sample(self, shard: Source, start: int, length: int, fetched: bytes | None) -> dict[str, Any]:
         try:
-            sample, data = self._parsed(shard, start, length)
+            sample, data = self._parsed(shard, start, length, fetched)
         except UserError:
             if self._cache is None or not shard.is_remote:
                 raise
@@ -110,8 +115,10 @@ class TarShards(Dataset[Any]):
             sample, data = self._parsed(shard, start, length)
         return {"__key__": sample.key, **self._contents(sample, data, shard)}
 
-    def _parsed(self, shard: Source, start: int, length: int) -> tuple[TarSample, memoryview]:
-        data = memoryview(self._read(shard, start, length))
+    def _parsed(
+        self, shard: Source, start: int, length: int, fetched: bytes | None = None
+    ) -> tuple[TarSample, memoryview]:
+        data = memoryview(self._read(shard, start, length) if fetched is None else fetched)
         try:
             found = list(samples(lambda at, count: bytes(data[at : at + count]), length, whole=False))
         except TarError as error:
