@@ -13,7 +13,7 @@ DEMO_DEVICES ?= $(if $(shell nvidia-smi --list-gpus 2>/dev/null),--gpus all,--np
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint docs bench faults faults-quick package release-notes setup clean
+.PHONY: help demo test test-slow lint docs bench faults faults-quick fuzz package release-notes setup clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -51,6 +51,9 @@ faults: .venv/.ready-dev ## Inject hundreds of real faults into runs and compare
 
 faults-quick: .venv/.ready-dev ## The same with a few faults of each kind (a few minutes)
 	$(BIN)/python benchmarks/faults.py --quick
+
+fuzz: .venv/.ready-dev ## Damage files of every reader of foreign bytes (about 5 minutes; FUZZ_SECONDS=60: a minute per reader)
+	PYTHONPATH=tests $(BIN)/python -m fuzz
 
 package: .venv/.ready-dev ## Build sdist and wheel into dist/, install the wheel into a fresh environment and use it there
 	$(BIN)/python release/package.py

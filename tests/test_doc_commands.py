@@ -37,7 +37,7 @@ SHELL, PYTHON = ("bash", "sh", "shell", "console"), ("python", "py")
 NOT_RUN = {
     r"^(pip|apt-get|sudo|git clone|git|curl|docker)\b": "network: it installs or downloads",
     r"^(source|cd|export)\b": "belongs to the reader's shell; the tests start in the folder that it names",
-    r"^make (setup|test|test-slow|lint|docs|bench|demo|faults|faults-quick|clean|package)\b": "minutes: `make`",
+    r"^make (setup|test|test-slow|lint|docs|bench|demo|faults|faults-quick|fuzz|clean|package)\b": "minutes: `make`",
     r"^python benchmarks/": "minutes, or needs a GPU",
     r"^python release/|^make release-notes": "it writes into the repository: tests/test_release.py",
     r"^unisono bench .*--rounds": "minutes: docs/bench.md has shorter ones",

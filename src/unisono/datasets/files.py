@@ -57,7 +57,10 @@ class Files(Dataset[Any]):
             self._folder = _open_index(base, self.root, pattern)
         except OSError as error:
             raise UserError(f"the index of {self.root} cannot be written to {base} ({error.strerror})") from error
-        self._load()
+        try:
+            self._load()
+        except Exception as error:  # numpy raises many kinds for damaged files
+            raise UserError(f"the index {self._folder} is damaged; delete this folder") from error
 
     def _load(self) -> None:
         self._names: Array = np.load(self._folder / _NAMES, mmap_mode="r", allow_pickle=False)
@@ -67,6 +70,10 @@ class Files(Dataset[Any]):
         self.folders: list[str] = [name for name, _, count in described if count]
         """The relative paths of the folders that contain files, in order: the number of a class, for instance."""
         self._folder_ends: Array = np.cumsum([count for _, _, count in described if count])
+        if (self._names.dtype, self._ends.dtype) != (np.uint8, np.uint64) or self._folder_ends[-1] != len(self):
+            raise ValueError("the arrays of the index do not fit each other")
+        if any(folder.startswith("/") or ".." in folder.split("/") for folder in self.folders):
+            raise ValueError("a folder is outside of the tree")
 
     def __len__(self) -> int:
         return len(self._ends)
@@ -76,12 +83,17 @@ class Files(Dataset[Any]):
             raise IndexError(f"there is no file {index}; the dataset has {len(self)} files")
         start = int(self._ends[index - 1]) if index else 0
         base = os.fsdecode(self._names[start : int(self._ends[index])].tobytes())
+        if not base or "/" in base or "\0" in base or base in (".", ".."):
+            raise UserError(f"the index {self._folder} is damaged; delete this folder")
         folder = self.folders[int(np.searchsorted(self._folder_ends, index, side="right"))]
         name = os.path.join(folder, base)
         sample: dict[str, Any] = {"path": os.path.join(self.root, name), "name": name, "folder": folder}
         if self.read:
-            with open_regular(sample["path"]) as file:
-                sample["data"] = file.readall()
+            try:
+                with open_regular(sample["path"]) as file:
+                    sample["data"] = file.readall()
+            except OSError as error:
+                raise UserError(f"{sample['path']} cannot be read ({error.strerror})") from error
         return sample if self.transform is None else self.transform(sample)
 
     def __getstate__(self) -> dict[str, Any]:

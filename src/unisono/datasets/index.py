@@ -63,7 +63,13 @@ class Index:
         self.ends: Array = np.cumsum(counts)
         """The number of rows up to and including each file."""
         rows: Any = self.rows
-        if counts.ndim != 1 or rows.ndim != 2 or len(self) != len(rows) or (counts < 0).any():
+        if (
+            counts.dtype != np.int64
+            or counts.ndim != 1
+            or rows.ndim != 2
+            or len(self) != len(rows)
+            or (counts < 0).any()
+        ):
             raise ValueError("the arrays of the index do not fit each other")
         self.dtype, self.columns, self._begin = rows.dtype, rows.shape[1], rows.offset
         self._file = open_regular(self.folder / _ROWS)
@@ -136,7 +142,7 @@ def _opened(folder: Path, kind: Kind) -> Index | None:
     """The index in a folder; None if there is none, or if it is damaged."""
     try:
         index = Index(folder)
-    except (ValueError, EOFError, OSError):
+    except Exception:  # numpy raises many kinds for damaged files
         return None
     return index if index.dtype == np.dtype(kind.dtype) and index.columns == kind.columns else None
 
@@ -229,7 +235,7 @@ def _older_rows(family: Path, kind: Kind) -> dict[tuple[str, ...], tuple[Index, 
     for folder in family.iterdir():
         if folder.name == "parts" or folder.name.startswith(".") or (index := _opened(folder, kind)) is None:
             continue
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, TypeError):
             with open_regular(folder / _SOURCES) as file:
                 described = parse_json(file.read())
             if len(described) == len(index.ends):

@@ -115,10 +115,11 @@ class RangeReader:
 
     def read(self, source: Source, start: int, count: int) -> bytes:
         """Returns `count` bytes from `start`, or fewer at the end of the file; OSError if it cannot be read."""
+        # A damaged index or header may ask for more bytes than there are, or than fit in memory.
+        stop = min(start + count, source.size)
         if not source.is_remote:
             file = self._open(source)
-            return read_exactly(file, start, count)
-        stop = min(start + count, source.size)
+            return read_exactly(file, start, stop - start) if stop > start >= 0 else b""
         if stop <= start:
             return b""
         data: bytes = self._system(source.url).cat_file(source.url, start=start, end=stop)

@@ -38,6 +38,9 @@ DIRECTIONS = ("minimize", "maximize")
 _PLACEMENT = ("output_dir", "resume", "gpus", "nproc", "max_ranks_per_core", "min_memory_gb", "max_restarts")
 """Settings that may differ between two starts of a study."""
 
+_KINDS = {"recipe": str, "objective": str, "direction": str, "search": dict, "trials": int, "command": list}
+"""Fields of study.json, and their types."""
+
 
 @dataclass(frozen=True)
 class StudyOptions:
@@ -231,6 +234,13 @@ def read_study(folder: Path) -> dict[str, Any] | None:
         raise UserError(f"{file} cannot be read ({error}); restore it or choose another --output_dir") from None
     if not isinstance(record, dict) or record.get("kind") != "study":
         raise UserError(f"{file} does not describe a study; choose another --output_dir")
+    for name, kind in _KINDS.items():
+        value = record.get(name)
+        words = value if isinstance(value, list) else value.values() if isinstance(value, dict) else ()
+        if type(value) is not kind or not all(isinstance(word, str) for word in words):
+            raise UserError(f"{file} is damaged ({name} is missing or of another type); restore it from a copy")
+    if record["direction"] not in DIRECTIONS:
+        raise UserError(f"{file} is damaged (direction is none of {', '.join(DIRECTIONS)}); restore it from a copy")
     return record
 
 

@@ -97,17 +97,20 @@ def read_trials(folder: Path) -> Study:
     if record is None or not has_database(folder):
         raise UserError(f"{folder} contains no study of unisono tune")
     optuna = load_optuna()
-    storage = open_database(folder, shared=False)
+    storage = None
     try:
+        storage = open_database(folder, shared=False)
         [study] = [optuna.load_study(study_name=name, storage=storage) for name in optuna.get_all_study_names(storage)]
         frozen = study.get_trials(deepcopy=False)
         importances = _importances(study)
+    except UserError:
+        raise
     except Exception as error:
-        raise UserError(
-            f"the database of the study in {folder} cannot be read ({type(error).__name__}: {error})"
-        ) from error
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise UserError(f"the database of the study in {folder} cannot be read ({reason})") from error
     finally:
-        close_database(storage)
+        if storage is not None:
+            close_database(storage)
     trials = [_result(folder, trial) for trial in frozen]
     best = best_of(frozen, record["direction"])
     return Study(

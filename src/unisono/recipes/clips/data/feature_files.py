@@ -39,7 +39,9 @@ class FeatureFile:
         read = {".npy": _npy, ".npz": _npz}.get(self.path.suffix.lower(), self._h5)
         try:
             rows = read(self.path)
-        except (OSError, ValueError, EOFError, KeyError, RuntimeError, zipfile.BadZipFile) as error:
+        except BadMedia:
+            raise
+        except Exception as error:  # numpy and zipfile raise many kinds for damaged files, such as zlib.error
             message = " ".join(str(error).split())[:200]
             raise BadMedia(self.path, f"cannot be read as features ({message})") from None
         if rows.ndim != 2 or 0 in rows.shape or rows.dtype.kind not in "fiu":

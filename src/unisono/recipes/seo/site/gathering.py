@@ -8,6 +8,7 @@ from urllib.parse import quote, urljoin, urlsplit
 from unisono.errors import ConfigError
 from unisono.recipes.common.tree import Outside, Tree
 from unisono.recipes.seo.data.pages import Page, parse_page
+from unisono.recipes.seo.site.addresses import joined, path_of
 from unisono.recipes.seo.site.fetching import Unreadable
 from unisono.recipes.seo.site.pages import Site
 from unisono.recipes.seo.site.technical.page_facts import PageFacts, add_facts
@@ -85,7 +86,7 @@ class Gathering:
         return facts
 
     def _fetched(self) -> SiteFacts:
-        base = urljoin(self._pages[0].url, "/") if self._pages else NO_HOST
+        base = joined(self._pages[0].url, "/") if self._pages else NO_HOST
         return SiteFacts(self._pages, base, False)
 
     def _local(self) -> SiteFacts:
@@ -120,12 +121,12 @@ class Gathering:
 
     def _sitemaps(self, folder: _Folder, robots: RobotsTxt | None) -> Sitemaps:
         """The sitemaps that robots.txt names, or those with the usual names; URLs are looked up by their path."""
-        named = [urlsplit(url).path.lstrip("/") for _, url in robots.sitemaps] if robots else []
+        named = [path_of(url).lstrip("/") for _, url in robots.sitemaps] if robots else []
         folder_path = urlsplit(self._base).path.strip("/")
         named = [name.removeprefix(f"{folder_path}/") if folder_path else name for name in named]
 
         def read(name: str) -> bytes | str | None:
-            path = urlsplit(name).path.lstrip("/")
+            path = path_of(name).lstrip("/")
             return folder.content(path)
 
         return read_sitemaps(named or _SITEMAPS, read, named)

@@ -19,6 +19,7 @@ from unisono.errors import ConfigError
 from unisono.recipes.common.tree import one_line
 from unisono.recipes.seo.data.lines import plain_suffix
 from unisono.recipes.seo.data.site import PAGES, addresses_in, pages_of
+from unisono.recipes.seo.site.addresses import host_of, path_of
 from unisono.recipes.seo.site.fetching import Fetcher, Unreadable, has_credentials
 
 if TYPE_CHECKING:
@@ -161,7 +162,7 @@ def _only_web(names: list[str], where: str) -> list[str]:
 
 def _pages_of_url(url: str, fetcher: Fetcher) -> list[str]:
     _only_web([url], "SITE")
-    name = Path(urlsplit(url).path).name
+    name = Path(path_of(url)).name
     if plain_suffix(Path(name)) != ".xml":
         return [url]
     try:
@@ -173,7 +174,7 @@ def _pages_of_url(url: str, fetcher: Fetcher) -> list[str]:
     except (Unreadable, ConfigError) as error:
         raise ConfigError(one_line(f"{url}: {str(error).rpartition('sitemap.xml: ')[2]}")) from None
     # A sitemap from the web may only list pages of its own host.
-    return [page for page in _only_web(urls, url) if urlsplit(page).hostname == urlsplit(url).hostname]
+    return [page for page in _only_web(urls, url) if host_of(page) == host_of(url)]
 
 
 def _target_exists(root: str, folder: str, link: str) -> bool | None:

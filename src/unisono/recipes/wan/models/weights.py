@@ -186,6 +186,8 @@ def _indexed(index: Path) -> list[Path]:
         names = set(json.loads(index.read_bytes())["weight_map"].values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ConfigError(f"{index} is damaged; copy or download it again") from None
+    if not names:
+        raise ConfigError(f"{index} lists no weights; copy or download it again")
     if not all(isinstance(name, str) and name == Path(name).name for name in names):
         raise ConfigError(f"{index} names files outside of its folder, which is not allowed")
     files = [index.parent / name for name in sorted(names)]

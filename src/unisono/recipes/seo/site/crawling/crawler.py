@@ -11,11 +11,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from tempfile import TemporaryFile
-from urllib.parse import urljoin
 
 from unisono.errors import ConfigError
 from unisono.recipes.common.tree import one_line
 from unisono.recipes.seo.data.pages import parse_page
+from unisono.recipes.seo.site.addresses import joined
 from unisono.recipes.seo.site.crawling.frontier import Frontier, normalised, origin_of
 from unisono.recipes.seo.site.fetching import AGENT, Answer, Fetcher, Unreadable
 from unisono.recipes.seo.site.technical.page_facts import PageFacts, add_facts, directives_of
@@ -125,7 +125,7 @@ class _Crawler:
         self._frontier, self._rules = Frontier(origin), rules
         self._frontier.add(self._start, 0)
         self._visit_all()
-        named = [joined for _, each in rules.sitemaps if (joined := normalised(urljoin(f"{origin}/", each)))]
+        named = [url for _, each in rules.sitemaps if (url := normalised(joined(f"{origin}/", each)))]
         own = [url for url in named if origin_of(url) == origin]
         crawl.sitemaps = read_sitemaps(own or [f"{origin}/sitemap.xml"], self._sitemap, own)
         for entry in crawl.sitemaps.entries:  # pages that no page links to
@@ -149,7 +149,7 @@ class _Crawler:
             answer = self._request(self._start, _PAGES)
         except Unreadable as error:
             raise ConfigError(one_line(f"{self._start}: {error}; no report was written")) from None
-        target = normalised(urljoin(self._start, answer.headers.get("location", "")))
+        target = normalised(joined(self._start, answer.headers.get("location", "")))
         if not 300 <= answer.status < 400 or target is None or origin_of(target) == origin_of(self._start):
             self._first_answer: Answer | None = answer
             return
@@ -167,7 +167,7 @@ class _Crawler:
                 answer = self._request(url, ())
             except Unreadable:
                 return None, RobotsTxt(disallows_all=True)
-            target = normalised(urljoin(url, answer.headers.get("location", "")))
+            target = normalised(joined(url, answer.headers.get("location", "")))
             if not 300 <= answer.status < 400 or target is None or origin_of(target) != origin:
                 break
             url = target
@@ -199,7 +199,7 @@ class _Crawler:
             return
         location = answer.headers.get("location", "") if 300 <= answer.status < 400 else ""
         robots = tuple(directives_of(answer.headers.get("x-robots-tag", "")))
-        visit = Visit(url, answer.status, urljoin(url, location) if location else "", robots)
+        visit = Visit(url, answer.status, joined(url, location) if location else "", robots)
         self._crawl.visits[url] = visit
         if visit.location:
             self._frontier.add(visit.location, depth, first=True)

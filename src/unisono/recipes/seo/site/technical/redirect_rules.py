@@ -8,7 +8,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from urllib.parse import urljoin
+
+from unisono.recipes.seo.site.addresses import joined
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def parse_redirects(text: str, base: str) -> RedirectRules:
         path, target, *rest = words
         status = next((word for word in rest if re.fullmatch(r"[1-5]\d\d!?", word)), "301")
         how = f"_redirects, line {number}"
-        url, target = urljoin(base, path), urljoin(base, target)
+        url, target = joined(base, path), joined(base, target)
         if "*" in path or "/:" in path:
             if (pattern := _pattern(path)) is None:
                 result.problems.append((number, f"not understood: {line.strip()[:80]!r}"))

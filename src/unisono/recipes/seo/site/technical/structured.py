@@ -81,7 +81,8 @@ def _items_of_json(value: Any, depth: int) -> Iterator[Item]:
         return
     if isinstance(value, list):
         for each in value[:_MAX_ITEMS]:
-            yield from _items_of_json(each, depth)
+            if not isinstance(each, list):  # lists in lists have no meaning, and could be nested as deep as JSON allows
+                yield from _items_of_json(each, depth)
     elif isinstance(value, dict):
         types = value.get("@type")
         names = [types] if isinstance(types, str) else types if isinstance(types, list) else []

@@ -1,0 +1,29 @@
+"""Parts of URLs that somebody else has written: where Python's functions raise ValueError, these return a value."""
+
+from __future__ import annotations
+
+from urllib.parse import urljoin, urlsplit
+
+
+def joined(base: str, link: str) -> str:
+    """The absolute URL of a link; the link itself if it is not a URL, such as `http://[x`."""
+    try:
+        return urljoin(base, link)
+    except ValueError:
+        return link
+
+
+def path_of(url: str) -> str:
+    """The path of a URL; empty if it is not a URL."""
+    try:
+        return urlsplit(url).path
+    except ValueError:
+        return ""
+
+
+def host_of(url: str) -> str | None:
+    """The host name of a URL; None if it has none or is not a URL."""
+    try:
+        return urlsplit(url).hostname
+    except ValueError:
+        return None
