@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["Group", "Loss", "Recipe", "Tracker", "__version__", "bench", "train", "tune"]
+__all__ = ["Group", "Loss", "Recipe", "Tracker", "__version__", "bench", "ray", "train", "tune"]
 
 if TYPE_CHECKING:
+    from unisono import ray
     from unisono.benching.bench import bench
     from unisono.engine.recipe import Loss, Recipe
     from unisono.engine.start.run import train
@@ -28,8 +29,10 @@ _MODULES = {
 
 def __getattr__(name: str) -> Any:
     # Imported on first use, so that `import unisono` and `unisono --help` do not wait for torch.
-    if name not in _MODULES:
-        raise AttributeError(f"module 'unisono' has no attribute {name!r}")
     from importlib import import_module
 
+    if name == "ray":
+        return import_module("unisono.ray")
+    if name not in _MODULES:
+        raise AttributeError(f"module 'unisono' has no attribute {name!r}")
     return getattr(import_module(_MODULES[name]), name)

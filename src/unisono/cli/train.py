@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import suppress
+from typing import Any
 
-from unisono.cli.arguments import TrainingCommand, TrainingParser
+from unisono.cli.arguments import StoreOnce, TrainingCommand, TrainingParser
 from unisono.cluster.signals import stop_before_start
 from unisono.config.file import as_yaml
 from unisono.config.help import help_text
@@ -34,6 +35,13 @@ def parser() -> TrainingParser:
     """Returns the parser of `unisono train`."""
     description = _DESCRIPTION.format(recipes=", ".join(BUILT_IN))
     train = TrainingParser("train", "RECIPE [--config FILE ...] [--print_config] [settings as flags]", description)
+    train.add_argument(
+        "--on",
+        metavar="ray[:HOST:PORT]",
+        action=StoreOnce,
+        help="train on a Ray cluster: Ray places --nnodes machines, each with --gpus N GPUs or --nproc N CPU ranks "
+        "(default address: RAY_ADDRESS, or the cluster of this machine; see docs/ray.md)",
+    )
     train.add_argument("--print_config", action="store_true", help="check and print the resolved settings, and exit")
     return train
 
@@ -60,7 +68,7 @@ def _train(argv: list[str]) -> int:
     if options.print_config:
         print(as_yaml(_fitted(check_run(kind, resolved), resolved)), end="")
         return EXIT_DONE
-    result = start(kind, resolved)
+    result = _start(kind, resolved, options.on)
     if result.status == "stopped":
         line = (
             f"stopped at step {result.step}; to continue, run the same command with "
@@ -70,6 +78,15 @@ def _train(argv: list[str]) -> int:
             print(line, file=sys.stderr)
         return EXIT_STOPPED
     return EXIT_DONE
+
+
+def _start(kind: type[Recipe], resolved: Resolved, on: str | None) -> Any:
+    if on is None:
+        return start(kind, resolved)
+    from unisono.ray.connection import address_in
+    from unisono.ray.train import start_on_ray
+
+    return start_on_ray(kind, resolved, address_in(on))
 
 
 def _fitted(recipe: Recipe, resolved: Resolved) -> Resolved:

@@ -23,8 +23,9 @@ After `kill -9` of rank 1 on machine 1 of two:
 6. `_start_workers` starts the ranks. Each runs the same command, opens the run folder and continues from the last
    committed checkpoint (`engine/run_folder/choose_checkpoint.py`). The launcher does not deal with checkpoints.
 
-Only machine 0 records the restart in the run's `events.jsonl`. If no restart is left, or an outcome is final (a user
-error, a failure that would repeat), the agent stops and `Agent.exit_code` derives the exit code from the outcomes.
+Only the machine of rank 0 records the restart in the run's `events.jsonl`. If no restart is left, or an outcome is
+final (a user error, a failure that would repeat), the agent stops and `Agent.exit_code` derives the exit code from the
+outcomes.
 """
 
 from __future__ import annotations
@@ -181,7 +182,7 @@ class Agent(LocalElasticAgent):
         self._announce_round(new_round)
 
     def _announce_round(self, new_round: Round) -> None:
-        """Prints why all ranks restart, unless this machine has already printed it; machine 0 records the event."""
+        """Prints why all ranks restart, unless this machine has printed it; the machine of rank 0 records it."""
         own_cause, self._rendezvous_client.cause = self._rendezvous_client.cause, None
         if new_round.joined or new_round.left:
             print_line(new_round.describe_change())
@@ -195,7 +196,7 @@ class Agent(LocalElasticAgent):
             kind, details = "restart", {"attempt": new_round.num_restarts, **cause}
         else:
             return
-        if self._rendezvous_client.hosts_server:
+        if self._worker_group.group_rank == 0:
             self._record_event(kind, details)
 
     def _assign_worker_ranks(

@@ -56,6 +56,7 @@ def launch(
     limits: Limits | None = None,
     run_folder: Path | None = None,
     join_timeout: float = 900.0,
+    rendezvous_outside: bool = False,
 ) -> int:
     """Runs `command` as `nproc` ranks on this machine and returns the exit code of the run.
 
@@ -64,11 +65,16 @@ def launch(
     to `job_folder` (`unisono.cluster.outcome`) and exit with status 0 after a good one. After a crash the agent
     restarts all ranks, at most `max_restarts` times, and calls `record_event`. A rank that makes no progress for longer
     than `limits` counts as crashed, and the stacks of all ranks are saved in `run_folder`. A machine waits at most
-    `join_timeout` seconds for the others (0: no limit).
+    `join_timeout` seconds for the others (0: no limit). With `rendezvous_outside`, the rendezvous server at
+    `rdzv_endpoint` is not run by machine 0, but by a process outside of all machines (`RendezvousHost`).
     """
     fewest, most = (nnodes, nnodes) if isinstance(nnodes, int) else nnodes
     config = _rendezvous_config(fewest, most, node_rank, rdzv_endpoint, nproc)
-    config = replace(config, join_s=join_timeout, secret=secret_of(os.environ) if most > 1 else None)
+    has_peers = most > 1 or rendezvous_outside
+    secret = secret_of(os.environ) if has_peers else None
+    config = replace(config, join_s=join_timeout, secret=secret, outside=rendezvous_outside)
+    if config.machine == 0 and rdzv_endpoint is not None and not rendezvous_outside:
+        require_free(config.port, "rdzv_endpoint")
     alive.beat()
     job = Job(job_folder.resolve(), most, record_event, limits or Limits(0, 0), run_folder)
     if config.machine == 0:
@@ -157,10 +163,7 @@ def _rendezvous_config(
     is_port = re.fullmatch("[0-9]{1,5}", port) and (0 if endpoint is None else 1) <= int(port) <= 65535
     if not is_port or re.fullmatch(r"[^\s\ud800-\udfff]+", host) is None:
         raise UserError(f"rdzv_endpoint {endpoint!r} is not host:port, for instance node0:29400")
-    machine = node_rank or 0
-    if machine == 0 and endpoint is not None:
-        require_free(int(port), "rdzv_endpoint")
-    return RendezvousConfig(machine, nproc, fewest, most, host.strip("[]"), int(port))
+    return RendezvousConfig(node_rank or 0, nproc, fewest, most, host.strip("[]"), int(port))
 
 
 @contextlib.contextmanager

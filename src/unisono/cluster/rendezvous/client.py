@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousHandler,
@@ -33,7 +33,8 @@ from unisono.cluster import alive
 from unisono.cluster.awake_clock import AwakeClock
 from unisono.cluster.rendezvous.authentication import SECRET, Refused, introduce
 from unisono.cluster.rendezvous.connection import HEARTBEAT_S, SILENCE_S, Connection
-from unisono.cluster.rendezvous.server import RendezvousServer, Round
+from unisono.cluster.rendezvous.host import RendezvousHost
+from unisono.cluster.rendezvous.server import Round
 from unisono.errors import UserError
 from unisono.formatting import printable, shorten
 
@@ -57,6 +58,8 @@ class RendezvousConfig:
     """Seconds that a machine waits for the others, at startup and after losing its connection; 0: no limit."""
     secret: bytes | None = field(default=None, repr=False)
     """What all launchers of the run know, and nobody else; None: every launcher may take part."""
+    outside: bool = False
+    """Whether a process outside of all machines runs the server, instead of machine 0's launcher."""
 
 
 class RendezvousClient(RendezvousHandler):
@@ -64,23 +67,21 @@ class RendezvousClient(RendezvousHandler):
 
     def __init__(self, config: RendezvousConfig, max_restarts: int, print_line: Callable[[str], None]) -> None:
         self._config, self._print_line = config, print_line
-        self._store: TCPStore | None = None
-        self._server: RendezvousServer | None = None
+        self._host: RendezvousHost | None = None
         self._port = config.port
         # On one machine, client and server are in this process, and no other program may take part.
-        self._secret = config.secret or (secrets.token_bytes(32) if config.max_machines == 1 else None)
-        if config.machine == 0:
-            self._store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-            self._server = RendezvousServer(
+        is_alone = config.max_machines == 1 and not config.outside
+        self._secret = config.secret or (secrets.token_bytes(32) if is_alone else None)
+        if config.machine == 0 and not config.outside:
+            self._host = RendezvousHost(
                 config.port,
-                self._store.port,
                 config.min_machines,
                 config.max_machines,
                 max_restarts,
                 secret=self._secret,
                 print_line=print_line,
             )
-            self._port = self._server.port
+            self._port = self._host.port
         self.cause: dict[str, Any] | None = None
         """The failure on this machine that makes a new round necessary, if there was one."""
         self.round: Round | None = None
@@ -109,16 +110,12 @@ class RendezvousClient(RendezvousHandler):
         """True: the launcher of machine 0 hosts the ranks' store, so the store survives the death of any rank."""
         return True
 
-    @property
-    def hosts_server(self) -> bool:
-        """Whether the rendezvous server runs in this launcher."""
-        return self._server is not None
-
     def next_rendezvous(self) -> RendezvousInfo:
         """Reports this machine as ready and blocks until a round begins in which it takes part."""
         self.round = self._wait_for_round()
         machines = [machine for machine, _ in self.round.machines]
-        host = "localhost" if self._config.max_machines == 1 else self._config.host
+        is_local = self._config.max_machines == 1 and not self._config.outside
+        host = "localhost" if is_local else self._config.host
         store_info = RendezvousStoreInfo(host, self.round.store_port)
         # The first argument is a store for the agent itself, which unisono's agent does not use.
         return RendezvousInfo(HashStore(), machines.index(self._config.machine), len(machines), store_info)
@@ -142,8 +139,8 @@ class RendezvousClient(RendezvousHandler):
             connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()
-        if self._server is not None:
-            self._server.shut_down()
+        if self._host is not None:
+            self._host.shut_down()
         return True
 
     # ---- called by unisono's agent ----
@@ -214,7 +211,7 @@ class RendezvousClient(RendezvousHandler):
             raise UserError(f"{self._rejected_because}; give each machine a different node_rank")
         time.sleep(max(0.0, self._last_attempt_at + _RETRY_S - time.monotonic()))
         self._last_attempt_at = time.monotonic()
-        host = "127.0.0.1" if self._server is not None else self._config.host
+        host = "127.0.0.1" if self._host is not None else self._config.host
         connection: Connection | None = None
         with contextlib.suppress(OSError):
             connection = self._authenticated(socket.create_connection((host, self._port), timeout=_CONNECT_S))

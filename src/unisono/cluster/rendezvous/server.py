@@ -25,8 +25,11 @@ all connected machines are ready, `_begin_round` counts a restart and sends the 
 Each launcher first proves that it knows the secret of the run, if there is one (`authentication.py`). A connection that
 does not, or sends no valid first message, is closed after seconds, and only some of them may be open at a time.
 
-Machine 0 decides alone, so clocks of different machines are never compared, unlike in torch's c10d rendezvous. Ranks
+The server decides alone, so clocks of different machines are never compared, unlike in torch's c10d rendezvous. Ranks
 are numbered by machine, so rank 0 always runs on machine 0. A machine that lost its connection may return at once.
+
+A process outside of all machines may run the server instead (`RendezvousHost` with `outside`), as the driver of a run
+on Ray does. Then no machine is special: rank 0 runs on the first machine of the round.
 """
 
 from __future__ import annotations
@@ -125,10 +128,11 @@ class RendezvousServer:
         max_machines: int,
         max_restarts: int,
         *,
+        outside: bool = False,
         secret: bytes | None = None,
         print_line: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """Listens on `port` (0: any free port), and on all interfaces if there may be several machines.
+        """Listens on `port` (0: any free port), and on all interfaces unless this is the only machine.
 
         Only launchers that know `secret` take part; `print_line` reports others.
         """
@@ -137,7 +141,8 @@ class RendezvousServer:
         self._refused: set[tuple[str, str]] = set()
         self._min_machines, self._max_machines = min_machines, max_machines
         self._max_restarts, self._store_port = max_restarts, store_port
-        self._server = _listen(port, all_interfaces=max_machines > 1)
+        self._outside = outside  # no machine runs this server, so a round needs no machine 0
+        self._server = _listen(port, all_interfaces=outside or max_machines > 1)
         self.port: int = self._server.getsockname()[1]
         self._lock = threading.RLock()
         self._connected: dict[int, _Member] = {}
@@ -271,7 +276,8 @@ class RendezvousServer:
             if not member.ready and member.regroup_sent not in (request, "now"):
                 member.regroup_sent = request
                 member.connection.send(regroup=request)
-        if len(ready) < max(self._min_machines, len(self._connected)) or 0 not in self._connected:
+        has_store = self._outside or 0 in self._connected
+        if len(ready) < max(self._min_machines, len(self._connected)) or not has_store:
             self._last_call_ends = None
             return
         if self._last_call_ends is None:

@@ -53,6 +53,15 @@ def train(recipe: type[Recipe] | str, config: Any = None, **settings: Any) -> An
     `recipe` is a class or a reference such as "my_file.py:MyRecipe". `config` is the recipe's Config, a mapping of
     settings, or YAML or JSON files (a path, or a list in which later files win). Keyword settings override `config`.
     """
+    try:
+        return start(*configured(recipe, config, settings))
+    except Exception as error:
+        tracebacks.prune(error)  # for a bug in the recipe, drops dozens of the engine's frames from the traceback
+        raise
+
+
+def configured(recipe: type[Recipe] | str, config: Any, settings: Mapping[str, Any]) -> tuple[type[Recipe], Resolved]:
+    """Returns the recipe class and its resolved settings, from the arguments of `train`."""
     note_start_folder()
     recipe_class = load_recipe(recipe) if isinstance(recipe, str) else recipe
     check_recipe(recipe_class)
@@ -60,14 +69,8 @@ def train(recipe: type[Recipe] | str, config: Any = None, **settings: Any) -> An
     by_name = {recipe_class.aliases.get(name, name) for name in settings}
     values = _values_of(config, recipe_class)
     from_config = {name: value for name, value in values.items() if recipe_class.aliases.get(name, name) not in by_name}
-    try:
-        return start(
-            recipe_class,
-            configure(recipe_class, file=[Path(file) for file in files], overrides={**from_config, **settings}),
-        )
-    except Exception as error:
-        tracebacks.prune(error)  # for a bug in the recipe, drops dozens of the engine's frames from the traceback
-        raise
+    resolved = configure(recipe_class, file=[Path(file) for file in files], overrides={**from_config, **settings})
+    return recipe_class, resolved
 
 
 def configure(
@@ -134,7 +137,7 @@ def start(recipe_class: type[Recipe], resolved: Resolved) -> Any:
         several = False
     if several or (resolved.explicit("max_restarts") and resolved.values["max_restarts"] > 0 and reference is not None):
         assert reference is not None
-        return _launch(reference, resolved, plan)
+        return launch_recipe(reference, resolved, plan)
     before = {name: os.environ.get(name) for name in plan.environ}
     os.environ.update(plan.environ)  # takes effect only if this process has not used CUDA yet
     try:
@@ -227,21 +230,29 @@ def _start_afresh(cause: str, attempt: int, number: str, output: Path) -> None:
         torch.cuda.empty_cache()
 
 
-def _launch(reference: str, resolved: Resolved, plan: DevicePlan) -> Any:
+def launch_recipe(reference: str, resolved: Resolved, plan: DevicePlan, *, has_driver: bool = False) -> Any:
     """Launches the ranks of a recipe, waits for them, and reads the result of the main rank."""
     from unisono.engine.length import Result
 
     def job(resolved: Resolved) -> Mapping[str, Any]:
         return {"recipe": reference, "resolved": resolved.to_json()}
 
-    outcome = launch_job(job, resolved, plan, reference.rpartition(":")[2])
+    outcome = launch_job(job, resolved, plan, reference.rpartition(":")[2], has_driver=has_driver)
     return Result(Path(for_caller(outcome["folder"])), outcome["status"], outcome["step"], outcome["last"])
 
 
-def launch_job(job: Callable[[Resolved], Mapping[str, Any]], resolved: Resolved, plan: DevicePlan, recipe: str) -> Any:
+def launch_job(
+    job: Callable[[Resolved], Mapping[str, Any]],
+    resolved: Resolved,
+    plan: DevicePlan,
+    recipe: str,
+    *,
+    has_driver: bool = False,
+) -> Any:
     """Launches ranks that do a job (`unisono.engine.start.rank`), waits for them, and returns the main rank's result.
 
     `job` describes the job for the final settings; `recipe` names the run folder if the user gave no output_dir.
+    `has_driver`: a driver outside of all machines has locked the run folder and runs the rendezvous.
     """
     from unisono.cluster.hangs.diagnosis import Limits
     from unisono.cluster.launch.job_folder import job_folder
@@ -252,7 +263,7 @@ def launch_job(job: Callable[[Resolved], Mapping[str, Any]], resolved: Resolved,
 
     settings = resolved.build(Settings).launch
     with ExitStack() as cleanup:
-        if not settings.node_rank:  # this is the main rank's machine
+        if not settings.node_rank and not has_driver:  # this is the main rank's machine
             resolved, lock = lock_folder(resolved, recipe)
             cleanup.callback(lock.release)
         folder, output = cleanup.enter_context(job_folder()), Path(resolved.values["output_dir"])
@@ -281,6 +292,7 @@ def launch_job(job: Callable[[Resolved], Mapping[str, Any]], resolved: Resolved,
             limits=Limits(settings.hang_timeout, settings.start_timeout),
             run_folder=output,
             join_timeout=settings.join_timeout,
+            rendezvous_outside=has_driver,
         )
         if code not in (EXIT_DONE, EXIT_STOPPED):
             raise LaunchFailed(code)

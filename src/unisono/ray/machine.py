@@ -1,0 +1,112 @@
+"""The Ray actor that stands for one machine of a run: it runs unisono's launcher in a process of its own.
+
+The launcher has its own process because it handles signals and because torch's elastic agent must run in a main thread.
+It dies with the actor, and its ranks die with it, whether Ray kills the actor, its node is lost or the driver ends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Mapping
+from typing import IO, Any, TypedDict
+
+from unisono.cluster.lifetime import LAUNCHER_PID
+
+_POLL_S = 0.5
+_END_OF_OUTPUT_S = 5.0  # seconds for the output to end after the launcher; a process of the recipe may hold the pipe
+_MOST_LINES = 20_000  # if the driver does not fetch them, older lines are dropped
+
+
+class Report(TypedDict):
+    """What happened on a machine since the previous report."""
+
+    node: str
+    """Address of the node."""
+    node_id: str
+    lines: list[tuple[str, str]]
+    """Lines of output, each with its stream, out or err."""
+    exit: int | None
+    """Exit status of the launcher; None while it runs."""
+    result: dict[str, Any] | None
+    """Result of the run, if the launcher wrote one."""
+
+
+class Machine:
+    """Starts the launcher on this node. Ray creates it as an actor."""
+
+    def __init__(self, job: Mapping[str, Any], folder: str, environ: Mapping[str, str]) -> None:
+        """Starts the launcher in the folder `folder`, and passes `job` to it (see `machine_program.py`)."""
+        self._lines: deque[tuple[str, str]] = deque(maxlen=_MOST_LINES)
+        self._changed = threading.Event()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._readers: list[threading.Thread] = []
+        if not os.path.isdir(folder):
+            self._refuse(
+                f"the folder {folder}, in which the command was started, does not exist on this node; start it in a "
+                "folder on a file system that all nodes share"
+            )
+            return
+        self._result, write_end = os.pipe()
+        self._process = subprocess.Popen(
+            # -P: files in the current folder cannot shadow modules
+            [sys.executable, "-P", "-m", "unisono.ray.machine_program"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            pass_fds=[write_end],
+            cwd=folder,
+            env={**os.environ, **environ, LAUNCHER_PID: str(os.getpid())},
+            start_new_session=True,
+        )
+        os.close(write_end)
+        assert self._process.stdin is not None
+        with self._process.stdin as stdin:
+            stdin.write(json.dumps({**job, "result_to": write_end}).encode())
+        for stream, pipe in (("out", self._process.stdout), ("err", self._process.stderr)):
+            assert pipe is not None
+            reader = threading.Thread(target=self._read, args=(stream, pipe), daemon=True)
+            reader.start()
+            self._readers.append(reader)
+
+    def poll(self) -> Report:
+        """Reports new output and whether the launcher has ended; waits up to half a second for either."""
+        import ray
+
+        self._changed.wait(_POLL_S)
+        self._changed.clear()
+        status, result = (2, None) if self._process is None else (self._process.poll(), None)
+        if self._process is not None and status is not None:
+            for reader in self._readers:
+                reader.join(_END_OF_OUTPUT_S)
+            with os.fdopen(self._result) as pipe:
+                text = pipe.read()
+            result = json.loads(text) if text else None
+        lines = [self._lines.popleft() for _ in range(len(self._lines))]
+        return {
+            "node": ray.util.get_node_ip_address(),
+            "node_id": ray.get_runtime_context().get_node_id(),
+            "lines": lines,
+            "exit": status,
+            "result": result,
+        }
+
+    def signal(self, signum: int) -> None:
+        """Sends a signal to the launcher, which asks the ranks to save and stop; a second one kills them."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(signum)
+
+    def _refuse(self, reason: str) -> None:
+        self._lines.append(("err", f"unisono: {reason}"))
+        self._changed.set()
+
+    def _read(self, stream: str, pipe: IO[bytes]) -> None:
+        with pipe:
+            for line in pipe:
+                self._lines.append((stream, line.decode(errors="replace").rstrip("\n")))
+                self._changed.set()
+        self._changed.set()
