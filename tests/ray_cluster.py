@@ -13,7 +13,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,10 @@ _QUICK = {
     "health_check_period_ms": 500,
     "health_check_failure_threshold": 6,
 }
+
+
+class NotStarted(Exception):
+    """The program that starts the nodes has failed."""
 
 
 class RayCluster:
@@ -75,7 +80,8 @@ class RayCluster:
     def _answer(self) -> Any:
         assert self._program.stdout is not None
         line = self._program.stdout.readline()
-        assert line, "the cluster has ended"
+        if not line:
+            raise NotStarted
         return json.loads(line)
 
 
@@ -103,13 +109,30 @@ def ray_cluster(**variables: str) -> Iterator[RayCluster]:
         "OMP_NUM_THREADS": "1",
         **variables,
     }
-    cluster = RayCluster(environ)
+    cluster: RayCluster | None = None
     try:
+        # Ray gives a node 30 s to start, which is too little on a machine that is very busy.
+        for _ in range(5):
+            with suppress(NotStarted):
+                cluster = RayCluster(environ)
+                break
+            _kill_all(folder)
+        assert cluster is not None, "the cluster does not start"
         yield cluster
-    finally:
         cluster.stop()
         wait_until(lambda: marked({"RAY_TMPDIR": folder}) == [], "all processes of the cluster end", 60)
+    finally:
+        _kill_all(folder)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _kill_all(folder: str) -> None:
+    """Kills every process of the cluster in this folder."""
+    while processes := marked({"RAY_TMPDIR": folder}):
+        for pid in processes:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.2)
 
 
 def _parent(pid: int) -> int:
@@ -133,6 +156,13 @@ def _children(parent: int) -> list[int]:
     return result
 
 
+def _until_it_works(start: Callable[[], Any]) -> Any:
+    for _ in range(4):
+        with suppress(Exception):
+            return start()
+    return start()
+
+
 def main() -> None:
     """Starts the head, and a node for each line of stdin; ends them at the end of stdin."""
     from ray.cluster_utils import Cluster
@@ -142,7 +172,7 @@ def main() -> None:
     cluster = Cluster(initialize_head=True, head_node_args=head)
     print(json.dumps(cluster.address), file=answers, flush=True)
     for _ in sys.stdin:
-        node = cluster.add_node(wait=False, num_cpus=1)
+        node = _until_it_works(lambda: cluster.add_node(wait=False, num_cpus=1))
         print(json.dumps(node.all_processes["raylet"][0].process.pid), file=answers, flush=True)
     cluster.shutdown()
 

@@ -49,6 +49,7 @@ NOT_RUN = {
     r"^unisono slurm .*--submit": "needs a SLURM cluster: tests/test_slurm.py runs one",
     r"^kubectl\b": "needs a Kubernetes cluster",
     r"^sky\b": "needs SkyPilot and a cloud: tests/test_skypilot.py runs what it would run",
+    r"--on ray": "needs a Ray cluster: tests/test_ray.py starts one",
     r"^(ssh|scp)\b|--nnodes|--rdzv_endpoint": "several machines: tests/test_nodes.py and tests/test_launchers.py",
     r"^mpirun\b": "needs Open MPI: tests/test_launchers.py",
     r"^accelerate config": "asks questions",

@@ -14,6 +14,7 @@ import pytest
 
 import unisono
 import unisono.multi_gpu
+import unisono.ray
 from browser import CHROMIUM, Browser
 from unisono.cli.main import COMMANDS
 from unisono.config.fields import fields_of
@@ -83,7 +84,7 @@ def test_every_setting_and_command_is_in_the_command_line_reference(site: Path) 
 
 def test_every_public_name_is_in_the_python_api(site: Path) -> None:
     page = _Page((site / "reference/python.html").read_text())
-    for module in (unisono, unisono.multi_gpu):
+    for module in (unisono, unisono.ray, unisono.multi_gpu):
         for name in module.__all__:
             if not name.startswith("_"):
                 public = getattr(module, name)

@@ -193,7 +193,7 @@ def test_a_machine_that_ray_places_later_joins_without_losing_a_step(
     run = tmp_path / "run"
     hold.write_text(HELD)
     driver = launch(cluster, tmp_path, "--nnodes", "1:3", "--max_restarts", 0)  # begins with two after half a minute
-    wait_for_steps(run, 2, 1, driver)
+    wait_for_steps(run, 2, 2, driver)
     cluster.make_nodes(3)
     wait_for_steps(run, 1, 3, driver)
     hold.unlink()

@@ -111,7 +111,7 @@ def _prose(text: str) -> str:
 
 def _python() -> str:
     lines = ["# Python API", "", "## unisono", ""]
-    for module in ("unisono", "unisono.multi_gpu"):
+    for module in ("unisono", "unisono.ray", "unisono.multi_gpu"):
         if module != "unisono":
             lines += [f"## {module}", ""]
         for name in import_module(module).__all__:

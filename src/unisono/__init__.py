@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["Group", "Loss", "Recipe", "Tracker", "__version__", "bench", "ray", "train", "tune"]
+__all__ = ["Group", "Loss", "Recipe", "Tracker", "__version__", "bench", "train", "tune"]
 
 if TYPE_CHECKING:
-    from unisono import ray
+    from unisono import ray as ray
     from unisono.benching.bench import bench
     from unisono.engine.recipe import Loss, Recipe
     from unisono.engine.start.run import train

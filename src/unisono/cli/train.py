@@ -84,7 +84,7 @@ def _start(kind: type[Recipe], resolved: Resolved, on: str | None) -> Any:
     if on is None:
         return start(kind, resolved)
     from unisono.ray.connection import address_in
-    from unisono.ray.train import start_on_ray
+    from unisono.ray.start import start_on_ray
 
     return start_on_ray(kind, resolved, address_in(on))
 

@@ -8,6 +8,6 @@ node again, forwards signals, and prints the machines' output (`output.py`). Sch
 
 from __future__ import annotations
 
-from unisono.ray.train import train
+from unisono.ray.start import train
 
 __all__ = ["train"]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -84,7 +85,8 @@ class Driver:
             return self._exit_code()
         finally:
             for member in self._members:
-                ray.kill(member.actor)
+                with suppress(Exception):  # it was never created, or the cluster is gone
+                    ray.kill(member.actor)
 
     def _create(self, member: _Member) -> None:
         import ray

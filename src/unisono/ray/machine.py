@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from typing import IO, Any, TypedDict
 
 from unisono.cluster.lifetime import LAUNCHER_PID
+from unisono.errors import EXIT_USER_ERROR
 
 _POLL_S = 0.5
 _END_OF_OUTPUT_S = 5.0  # seconds for the output to end after the launcher; a process of the recipe may hold the pipe
@@ -79,7 +80,7 @@ class Machine:
 
         self._changed.wait(_POLL_S)
         self._changed.clear()
-        status, result = (2, None) if self._process is None else (self._process.poll(), None)
+        status, result = (EXIT_USER_ERROR, None) if self._process is None else (self._process.poll(), None)
         if self._process is not None and status is not None:
             for reader in self._readers:
                 reader.join(_END_OF_OUTPUT_S)
