@@ -21,6 +21,7 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError
 from command_line import environment, wait_until
 from unisono.cluster.rendezvous import client, connection, server
 from unisono.cluster.rendezvous.client import RendezvousClient, RendezvousConfig
+from unisono.cluster.rendezvous.host import RendezvousHost
 from unisono.cluster.rendezvous.server import Round
 from unisono.errors import UserError
 
@@ -36,9 +37,16 @@ class Machines:
         self._threads = ThreadPoolExecutor()
 
     def make(
-        self, number: int, min_machines: int = 1, max_machines: int = 2, max_restarts: int = 1
+        self,
+        number: int,
+        min_machines: int = 1,
+        max_machines: int = 2,
+        max_restarts: int = 1,
+        outside: bool = False,
     ) -> RendezvousClient:
-        config = RendezvousConfig(number, number + 1, min_machines, max_machines, "127.0.0.1", self.port)
+        config = RendezvousConfig(
+            number, number + 1, min_machines, max_machines, "127.0.0.1", self.port, outside=outside
+        )
         made = RendezvousClient(config, max_restarts, print)
         self.made.append(made)
         return made
@@ -215,6 +223,24 @@ def test_the_others_wait_for_machine_0_to_come_back(machines: Machines) -> None:
     waiting = machines.begin(other)
     [again] = machines.join(machines.make(0))
     assert waiting.result(20) == again and again.machines == [[0, 1], [1, 2]]
+
+
+def test_with_a_server_outside_of_all_machines_the_others_go_on_without_machine_0(machines: Machines) -> None:
+    host = RendezvousHost(machines.port, 1, 2, 0, outside=True)
+    try:
+        first, second = (machines.make(number, max_restarts=0, outside=True) for number in (0, 1))
+        machines.join(first, second)
+        first.shutdown()
+        wait_until(changed(second), "machine 1 has to regroup", seconds=10)
+        [later] = machines.join(second)
+        assert (later.left, later.machines, later.num_restarts) == ([0], [[1, 2]], 0)
+        again = machines.make(0, max_restarts=0, outside=True)
+        waiting = machines.begin(again)
+        wait_until(lambda: second.wants_checkpoint, "machine 1 saves for machine 0")
+        [last] = machines.join(second)
+        assert waiting.result(20) == last and last.machines == [[0, 1], [1, 2]]
+    finally:
+        host.shut_down()
 
 
 @pytest.mark.parametrize(
