@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from typing import IO, Any, TypedDict
 
 from unisono.cluster.lifetime import LAUNCHER_PID
+from unisono.cluster.rendezvous.authentication import SECRET_FILE
 from unisono.errors import EXIT_USER_ERROR
 
 _POLL_S = 0.5
@@ -52,6 +53,8 @@ class Machine:
                 "folder on a file system that all nodes share"
             )
             return
+        # The driver chooses the secret of the run, and two sources of it would be an error.
+        inherited = {name: value for name, value in os.environ.items() if name != SECRET_FILE}
         self._result, write_end = os.pipe()
         self._process = subprocess.Popen(
             # -P: files in the current folder cannot shadow modules
@@ -61,7 +64,7 @@ class Machine:
             stderr=subprocess.PIPE,
             pass_fds=[write_end],
             cwd=folder,
-            env={**os.environ, **environ, LAUNCHER_PID: str(os.getpid())},
+            env={**inherited, **environ, LAUNCHER_PID: str(os.getpid())},
             start_new_session=True,
         )
         os.close(write_end)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -65,6 +66,7 @@ def _train(reference: str, resolved: Resolved, fewest: int, most: int) -> Any:
     import ray
 
     from unisono.cluster.launch.agent import print_line
+    from unisono.cluster.rendezvous.authentication import SECRET
     from unisono.cluster.rendezvous.host import RendezvousHost
     from unisono.engine.length import Result
     from unisono.engine.run_folder.new_folder import lock_folder
@@ -81,7 +83,10 @@ def _train(reference: str, resolved: Resolved, fewest: int, most: int) -> Any:
         cleanup.callback(lock.release)
         cleanup.enter_context(shown_in_notebook(Path(resolved.values["output_dir"])))
         places = cleanup.enter_context(placed(needs, fewest, most, launch.join_timeout, print_line))
-        host = RendezvousHost(0, fewest, most, launch.max_restarts, outside=True)
+        secret = secrets.token_hex(32)  # so that only the machines of this run take part in it
+        host = RendezvousHost(
+            0, fewest, most, launch.max_restarts, outside=True, secret=secret.encode(), print_line=print_line
+        )
         cleanup.callback(host.shut_down)
         # A scheduler of GPUs may hide them from the driver, so each machine finds its own.
         on_machine = resolved.with_values("flag", gpus="all") if needs.gpus else resolved
@@ -95,7 +100,7 @@ def _train(reference: str, resolved: Resolved, fewest: int, most: int) -> Any:
             settings = on_machine.with_values("launcher", node_rank=number).to_json()
             job = {"recipe": reference, "resolved": settings, "typed": dict(all_typed())}
             # Ray sets OMP_NUM_THREADS to the CPUs of the actor, which its ranks share.
-            return job, os.getcwd(), {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+            return job, os.getcwd(), {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), SECRET: secret}
 
         driver = Driver(places, needs, start, host, launch.max_restarts)
         code = driver.run()
