@@ -21,21 +21,8 @@ LAUNCHER_PREFIXES = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "SLURM_", "OM
 
 # Files that take long. A worker that began one of them when the others have finished would work alone for a minute.
 FIRST = [
-    *(
-        "nodes",
-        "hang",
-        "traps",
-        "slurm",
-        "fit",
-        "wan_context",
-        "wan_distill",
-        "wan_flow",
-        "verify",
-        "step",
-        "start_up",
-        "ray",
-    ),
-    *("trained_blocks_on_host", "resume", "same_run", "quantized_training", "report", "wan_tiny", "save_kills"),
+    *("nodes", "hang", "traps", "slurm", "fit", "wan_context", "wan_distill", "wan_flow", "verify", "step", "start_up"),
+    *("trained_blocks_on_host", "resume", "same_run", "quantized_training", "report", "wan_tiny", "save_kills", "ray"),
 ]
 
 
