@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from unisono.recipes.clips.scoring import Scored
     from unisono.recipes.clips.trained import VideoScorer
     from unisono.recipes.clips.video.footage import Footage
+    from unisono.recipes.clips.words.transcript import Transcript
 
 _LONG_S = 120  # for videos longer than this many seconds, progress is shown even without a terminal
 
@@ -122,12 +123,21 @@ def _options(argv: list[str]) -> argparse.Namespace:
         "of a 1920x1080 video)",
     )
     parser.add_argument(
+        "--transcript",
+        metavar="FILE",
+        default="auto",
+        help="what is said in the video: an .srt or .vtt file, or whisper's .json. Clips begin and end with sentences, "
+        "and get titles and captions. auto: a file next to the video with its name; none: no file (default: auto)",
+    )
+    parser.add_argument(
         "--page", action=argparse.BooleanOptionalAction, default=True, help="write an HTML page (default: yes)"
     )
     parser.add_checkpoint_arguments()
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:1 (default: auto)")
     options = parser.parse(argv)
     _check(options)
+    if options.transcript not in ("auto", "none") and len(options.videos) > 1:
+        raise ConfigError("--transcript is for one video; put the files next to the videos, with their names")
     return options
 
 
@@ -203,12 +213,15 @@ def _clip(video: Path, folder: Path, scorer: VideoScorer, options: argparse.Name
     from unisono.recipes.clips.page.page import write_page
     from unisono.recipes.clips.remarks import summary
     from unisono.recipes.clips.video.footage import Footage
+    from unisono.recipes.clips.words.said import said_in
     from unisono.recipes.common.bad_files import BadMedia
 
     started = time.monotonic()
     try:
         footage = Footage(video)
-        exact = options.exact or bool(options.height) or aspect is not None
+        transcript = _transcript(video, options.transcript)
+        # A copy could not begin at a sentence, only at the key frame before it.
+        exact = options.exact or bool(options.height) or aspect is not None or transcript is not None
         obstacle = "" if exact else obstacle_to_copy(footage)
         show_progress = status_line().live or footage.duration >= _LONG_S
         num_seconds = math.ceil(footage.duration)
@@ -218,26 +231,57 @@ def _clip(video: Path, folder: Path, scorer: VideoScorer, options: argparse.Name
         # Scoring decodes the whole video, so its duration is more reliable than the header's.
         footage.duration = scored.duration
         moments, remarks = _chosen(footage, scored, scorer, options)
+        if transcript is not None:
+            moments, about_words = _at_sentences(moments, transcript, footage, options)
+            remarks += about_words
         remarks += [f"{obstacle}, so the clips are re-encoded, as with --exact"] if obstacle else []
         for remark in remarks:
             print(f"unisono: {video}: {remark}", file=sys.stderr)
         cutting = progress(f"cutting {video.name}", len(moments), plural("clip", len(moments)), enabled=show_progress)
         with atomic_folder(folder) as new_folder, cutting as advance:
-            clips = []
+            clips, said = [], []
             for number, moment in enumerate(moments, 1):
                 cut = _cut(footage, moment, number, new_folder, options, aspect, exact=exact or bool(obstacle))
                 clips.append((moment, cut))
+                said.append(said_in(transcript, cut.path, cut.start, cut.end))
                 advance()
-            write_record(new_folder / "clips.json", footage, scored, clips, scorer.name, scorer.trained_on, remarks)
+            name, trained_on = scorer.name, scorer.trained_on
+            write_record(new_folder / "clips.json", footage, scored, clips, name, trained_on, remarks, said)
             if options.page:
                 page = new_folder / "page.html"
                 model = f"{scorer.name}, trained on {scorer.trained_on}" if scorer.trained_on else scorer.name
-                write_page(page, footage, scored, clips, model, remarks)
+                write_page(page, footage, scored, clips, model, remarks, said)
     except BadMedia as error:
         raise UserError(str(error)) from None
     except OSError as error:
         raise UserError(f"{folder} cannot be written ({error.strerror or error}); use another --output_dir") from None
     return f"{folder}: {summary(clips, footage.duration, seconds)}"
+
+
+def _transcript(video: Path, option: str) -> Transcript | None:
+    from unisono.recipes.clips.words.reading import beside, read_transcript
+
+    path = None if option == "none" else beside(video) if option == "auto" else Path(option)
+    return None if path is None else read_transcript(path)
+
+
+def _at_sentences(
+    moments: list[Moment], transcript: Transcript, footage: Footage, options: argparse.Namespace
+) -> tuple[list[Moment], list[str]]:
+    """Returns the moments with their ends at the borders of sentences, and remarks about that."""
+    from unisono.recipes.clips.words.borders import at_sentences
+
+    lengths = {"shortest": options.shortest, "longest": options.longest, "gap": options.gap}
+    placed, num_unfitted = at_sentences(moments, transcript, duration=footage.duration, **lengths)
+    remarks = [f"clips begin and end with the sentences of {transcript.name}, so they are re-encoded, as with --exact"]
+    if num_unfitted:
+        remarks.append(
+            f"{num_unfitted} of {len(placed)} clips begin or end within a sentence, because no sentences have the "
+            "length of --shortest to --longest there"
+        )
+    if not transcript.has_words:
+        remarks.append(f"{transcript.name} has no times of words, so a sentence is as exact as the file's captions")
+    return placed, remarks
 
 
 def _chosen(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from unisono.recipes.clips.cutting.moments import Moment
     from unisono.recipes.clips.scoring import Scored
     from unisono.recipes.clips.video.footage import Footage
+    from unisono.recipes.clips.words.said import Said
 
 
 def write_record(
@@ -26,6 +28,7 @@ def write_record(
     scored_by: str,
     trained_on: str,
     remarks: Sequence[str],
+    said: Sequence[Said | None] = (),
 ) -> None:
     """Writes clips.json of a video; never overwrites a file."""
     content = {
@@ -48,8 +51,9 @@ def write_record(
                 "file": cut.path.name,
                 "file_start": round(cut.start, 3),
                 "file_end": round(cut.end, 3),
+                **({"title": words.title, "text": words.text, "captions": words.files} if words else {}),
             }
-            for moment, cut in clips
+            for (moment, cut), words in zip_longest(clips, said)
         ],
     }
     with to.open("x", encoding="utf-8", errors="replace") as file:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from unisono.recipes.clips.scoring import Scored
 from unisono.recipes.clips.untrained.combine import shares_of
 from unisono.recipes.clips.untrained.parts import LABELS
 from unisono.recipes.clips.video.footage import Footage
+from unisono.recipes.clips.words.said import Said
 
 _TEMPLATE = Path(__file__).with_name("page.html")
 _NUM_THUMBNAILS = 12
@@ -41,6 +43,7 @@ def write_page(
     clips: Sequence[tuple[Moment, Cut]],
     scored_by: str = "",
     remarks: Sequence[str] = (),
+    said: Sequence[Said | None] = (),
 ) -> Path:
     """Writes the page of a video and its clips (best first) to a new file.
 
@@ -54,7 +57,7 @@ def write_page(
         _TEMPLATE,
         kind="clips",
         title=f"{footage.path.name}: clips",
-        media="'self' file:",
+        media="'self' file: data:",
         version=__version__,
         name=footage.path.name,
         facts=facts,
@@ -65,7 +68,10 @@ def write_page(
             footage, np.asarray(scored.scores, np.float64), scored.clip_seconds, moments, _thumbnails(footage)
         ),
         clip_seconds=scored.clip_seconds,
-        cards=[_card(moment, cut, footage, to.parent, _reasons(moment, scored)) for moment, cut in clips],
+        cards=[
+            _card(moment, cut, footage, to.parent, _reasons(moment, scored), words)
+            for (moment, cut), words in zip_longest(clips, said)
+        ],
     )
     try:
         with to.open("x", encoding="utf-8", errors="replace") as file:
@@ -83,13 +89,19 @@ def _reasons(moment: Moment, scored: Scored) -> str:
     return ", ".join(f"{LABELS[name]} {100 * share:.0f} %" for name, share in shares)
 
 
-def _card(moment: Moment, cut: Cut, footage: Footage, folder: Path, reasons: str) -> dict[str, Any]:
+def _card(moment: Moment, cut: Cut, footage: Footage, folder: Path, reasons: str, said: Said | None) -> dict[str, Any]:
     early = moment.start - cut.start
     return {
         "moment": moment,
         "span": f"{format_clock(moment.start)} – {format_clock(moment.end)}",
         "score": format_score(moment.score),
         "reasons": reasons,
+        "title": said.title if said else "",
+        "text": said.text if said else "",
+        "track": said.track if said else "",
+        "caption_files": [(relative_link(cut.path.with_name(name), folder), name) for name in said.files]
+        if said
+        else [],
         "poster": _poster(footage, (moment.start + moment.end) / 2, 360),
         "file": relative_link(cut.path, folder),
         "file_name": cut.path.name,

@@ -1,0 +1,96 @@
+"""A transcript: sentences with times, made of the words or captions of a file.
+
+Captions break lines where the screen ends, not where a sentence does. So the pieces of a file (words if it has their
+times, captions otherwise) are joined until one ends with a full stop, until a pause, or until a sentence is too long
+to be one. A sentence therefore begins and ends at the border of a piece, where nobody is in the middle of a word.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+_END = re.compile(r"[.!?…。！？؟।][\"'”’»)\]]*$")
+_NO_END = re.compile(r"(^|\s)(\w|Mr|Mrs|Ms|Dr|Prof|St|vs|etc|e\.g|i\.e|No)\.$", re.IGNORECASE)
+_PAUSE_S = 1.2  # a longer pause ends a sentence, also without a full stop
+_LONGEST_S = 30.0  # automatic captions may have no full stops at all
+_WIDE = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]$")  # written without spaces, at least at line ends
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A word, or a caption of several words, with its times in seconds."""
+
+    start: float
+    end: float
+    text: str
+
+
+@dataclass(frozen=True)
+class Sentence:
+    """Pieces that belong together."""
+
+    pieces: tuple[Piece, ...]
+
+    @property
+    def start(self) -> float:
+        """When its first piece begins."""
+        return self.pieces[0].start
+
+    @property
+    def end(self) -> float:
+        """When its last piece ends."""
+        return max(piece.end for piece in self.pieces)
+
+    @property
+    def text(self) -> str:
+        """What is said."""
+        return joined(piece.text for piece in self.pieces)
+
+
+@dataclass(frozen=True)
+class Transcript:
+    """What is said in a video."""
+
+    name: str
+    """The file's name."""
+    sentences: tuple[Sentence, ...]
+    captions: tuple[Piece, ...]
+    """The lines of the file, as it shows them."""
+    has_words: bool
+    """Whether the pieces are words."""
+
+    def between(self, start: float, end: float) -> list[Sentence]:
+        """The sentences of which at least half lies in this time."""
+        return [each for each in self.sentences if start <= (each.start + each.end) / 2 < end]
+
+
+def transcript_of(name: str, captions: Sequence[Piece], words: Sequence[Piece] = ()) -> Transcript:
+    """Makes a transcript of captions in order of time, and of all words if their times are known."""
+    return Transcript(name, tuple(_sentences(words or captions)), tuple(captions), bool(words))
+
+
+def joined(texts: Iterable[str]) -> str:
+    """Puts pieces of text together, with a space between them unless their script has none."""
+    result = ""
+    for text in filter(None, (" ".join(each.split()) for each in texts)):
+        result += text if not result or _WIDE.search(result) else f" {text}"
+    return result
+
+
+def _sentences(pieces: Iterable[Piece]) -> Iterable[Sentence]:
+    current: list[Piece] = []
+    for piece in pieces:
+        if current:
+            last_end = max(each.end for each in current)
+            if piece.start - last_end > _PAUSE_S or piece.end - current[0].start > _LONGEST_S:
+                yield Sentence(tuple(current))
+                current = []
+        current.append(piece)
+        text = piece.text.strip()
+        if _END.search(text) and not _NO_END.search(text):
+            yield Sentence(tuple(current))
+            current = []
+    if current:
+        yield Sentence(tuple(current))
