@@ -63,7 +63,7 @@ class Examination:
 
 
 def share_of_files(files: Mapping[str, FileEntry], rank: int, world: int) -> list[str]:
-    """Returns the files that `rank` examines, about as many bytes as every other rank.
+    """Returns the files that `rank` examines; every rank examines about the same number of bytes.
 
     If there are as many shards of the same size as ranks, each rank gets the shard with its own number.
     """

@@ -95,7 +95,7 @@ def validate(
         manifest = read_manifest(path)
     except CheckpointError as error:
         return str(error)
-    # A copy may have any name except that of another step, with which a run would skip or repeat samples.
+    # A copy may have any name except that of another step: a run that resumes from it would skip or repeat samples.
     if _STEP.fullmatch(path.name) and path.name != step_folder(manifest.step):
         return f"its manifest says step {manifest.step}"
     if identity is not None and (reason := _of_another_run(manifest.identity, identity)) is not None:

@@ -51,7 +51,7 @@ def _parser() -> TrainingParser:
         "--overhead",
         choices=["auto", "no"],
         default="auto",
-        help="no: do not measure the hand-written loop, which halves the time (default: auto)",
+        help="no: skip the hand-written loop, which halves the duration of the benchmark (default: auto)",
     )
     return parser
 

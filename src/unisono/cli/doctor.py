@@ -184,7 +184,7 @@ def check_torch(machine: Machine) -> Check:
             "torch",
             "warn",
             f"{version} ({build})",
-            "unisono is not tested with this newer version; if something fails, use torch<2.14",
+            "unisono has not been tested with this newer version; if something fails, use torch<2.14",
         )
     return Check("torch", "ok", f"{version} ({build})")
 

@@ -17,8 +17,8 @@ In each round, every client trains --local_steps steps on its own data, and the 
 Each client is one run of `unisono train`, on one or several ranks (--nproc, --gpus), and continues in each round; only
 its weights are replaced by the global ones. A federation of one client trains like `unisono train`.
 
-The recipe's data is divided by --split, or each client reads its own files: {client} in the value of any setting stands
-for the number of the client, as in --data_path data/hospital_{client}.csv --split none.
+--split divides the recipe's data between the clients. Alternatively, each client reads its own files: {client} in the
+value of a setting is replaced by the client's number, as in --data_path data/hospital_{client}.csv --split none.
 
 Every setting of `unisono train` is also a flag here, for all clients.
 

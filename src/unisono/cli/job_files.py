@@ -25,7 +25,7 @@ def variable(text: str) -> tuple[str, str]:
 
 
 def public_variable(text: str, instead: str) -> tuple[str, str]:
-    """Parses NAME=VALUE of --env; `instead` says what to do with a secret, which does not belong into a file."""
+    """Parses NAME=VALUE of --env; `instead` says what to do with a secret, which does not belong in a file."""
     name, value = variable(text)
     if is_secret_name(name) or redacted_text(value) != value:
         raise ConfigError(f"env: {name} is a secret, which anybody who sees the file could read; {instead}")

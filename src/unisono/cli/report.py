@@ -20,7 +20,7 @@ def main(argv: list[str]) -> int:
         type=Path,
         nargs="+",
         metavar="RUN",
-        help="run folders, at most 8, or the folder of a study of unisono tune",
+        help="one to eight run folders, or the folder of a `unisono tune` study",
     )
     parser.add_argument(
         "--output",

@@ -51,7 +51,7 @@ class Evaluation:
         self._rank, self._agreement, self._heartbeat = run.rank, run.rank.agreement, run.rank.heartbeat
         self._seed = key_of(Purpose.EVALUATION, settings.run.seed)
         self._batch = settings.eval.eval_batch_size or settings.batch.batch_size
-        self.bad: list[BadSample] = []  # samples that could not be read, on all ranks
+        self.bad: list[BadSample] = []  # samples that any rank could not read
         for metric in _metrics_in(vars(recipe)):
             metric.to(strategy.placement.device)
 
@@ -80,7 +80,7 @@ class Evaluation:
     def _over_data(
         self, loader: Loader | ResidentLoader, step: int, sums: dict[str, Tensor], metrics: dict[str, Any]
     ) -> tuple[bool, bool]:
-        """One pass over this rank's share; returns whether any rank ran out of memory, and whether all must stop."""
+        """Evaluates this rank's share; returns whether any rank ran out of memory, and whether all must stop."""
         self._strategy.share_buffers()
         self._begin(step)
         failure: str | None = None
@@ -187,7 +187,9 @@ class Evaluation:
                 raise RecipeError(f"evaluate(): {name} must be a (sum, count) pair or a torchmetrics object")
             device = self._strategy.placement.device
             total, count = (torch.as_tensor(part, device=device, dtype=torch.float64) for part in value)
-            if total.numel() == 1 and count.dim() == 0:  # one number in a tensor; a curve of one point has counts too
+            if (
+                total.numel() == 1 and count.dim() == 0
+            ):  # a single number; the count of a curve with one point has a dimension
                 total = total.reshape(())
             if total.dim() > 1 or (count.numel() != 1 and count.shape != total.shape):
                 raise RecipeError(f"evaluate(): {name} must be a number or a curve (one dimension), as (sum, count)")
@@ -247,7 +249,7 @@ def _with_copied_metrics(recipe: Recipe) -> Recipe:
 
 
 def _metrics_in(value: Any) -> Iterator[Any]:
-    """torchmetrics objects in a recipe's attributes and in short lists and mappings; long ones contain data instead."""
+    """Yields the torchmetrics objects in a recipe's attributes, and in lists and mappings too short to contain data."""
     if _is_metric(value):
         yield value
     elif isinstance(value, Mapping | nn.ModuleDict | list | tuple | nn.ModuleList) and len(value) <= _MANY:

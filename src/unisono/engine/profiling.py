@@ -1,7 +1,7 @@
 """Profiles some steps of a run (`--profile`), on every rank.
 
-A recorder with a profile does what the plain one does, and also starts the profiler before the first profiled step and
-writes its files after the last. Without `--profile` a run has the plain recorder and executes no line of this class.
+A `ProfilingRecorder` works like a `Recorder`, and also starts the profiler before the first profiled step and writes
+its files after the last profiled step. Without `--profile`, a run uses a plain `Recorder`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from unisono.observe.profile.summary import as_text, rank_summary, summary
 from unisono.observe.profile.trace import Trace
 from unisono.typed_paths import as_typed
 
-_WARM_UP, _RECORDING = 3, 5  # steps before the profile; further ones in which CUDA graphs are recorded
+_WARM_UP, _RECORDING = 3, 5  # warm-up steps before the profile; additional steps in which CUDA graphs are recorded
 
 
 def make_recorder(run: TrainingRun, open_folder: Callable[[], None]) -> Recorder:
@@ -50,7 +50,7 @@ class ProfilingRecorder(Recorder):
         self._session: ProfileSession | None = None
         self._running = False
         self._begins: list[float] = []  # when the last steps before the profile began
-        self._comm_s: dict[int, float] = {}  # wait for other ranks, by step
+        self._comm_s: dict[int, float] = {}  # seconds spent waiting for other ranks, by step
         self._stopped_after = 0  # the last profiled step
         self._where = ""
 

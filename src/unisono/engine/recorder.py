@@ -175,7 +175,7 @@ class Recorder:
         return numbers | ({} if self._load is None else self._load.take())
 
     def _over_ranks(self, numbers: Mapping[str, float], step: int) -> dict[str, Any]:
-        """Gathers each rank's numbers on the main rank: their means, their lists, and the slowest rank."""
+        """Gathers the numbers of all ranks on the main rank; returns means, numbers by rank, and the slowest rank."""
         mine = {name: round(numbers[name], 3 if name.endswith("_ms") else 4) for name in _BY_RANK if name in numbers}
         ranks = self._agreement.gather(mine)  # exchanged between the hosts, without waiting for the GPU
         if ranks is None:

@@ -91,7 +91,7 @@ def extra_of(components: Components) -> dict[str, Any]:
 
 
 def _optimizer_class(components: Components) -> str | dict[str, str]:
-    """Returns the class of the optimizer, or those of the groups by name."""
+    """Returns the class of the optimizer, or the classes of the groups' optimizers by group name."""
     if components.groups[0].declared is None:
         return components.groups[0].optimizer.class_name
     return {group.name: group.optimizer.class_name for group in components.groups}
@@ -308,8 +308,8 @@ def _check_rhythm(path: Path, state: TrainState, components: Components) -> None
     here = {name: group.steps for name, group in components.state.groups.items()}
     if list(saved.items()) != list(here.items()):
         raise CheckpointError(
-            f"{path} cannot be loaded: it trained {_rhythm(saved)}, and this run trains {_rhythm(here)}; keep names, "
-            "order and steps of groups(), or start a new run in another output_dir"
+            f"{path} cannot be loaded: it trained {_rhythm(saved)}, and this run trains {_rhythm(here)}; keep the "
+            "names, order and steps of groups(), or start a new run in another output_dir"
         )
 
 

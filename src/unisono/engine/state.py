@@ -26,7 +26,7 @@ class GroupState:
     skipped_in_a_row: int = 0
     expected_count: float = 0.0
     loss_scale: dict[str, float] | None = None
-    latest: dict[str, float] = field(default_factory=dict)  # loss and metrics of its last step, the finite ones
+    latest: dict[str, float] = field(default_factory=dict)  # finite loss and metrics of its last step
 
 
 @dataclass

@@ -53,9 +53,9 @@ class Work:
     ) -> AbstractContextManager[Advance]:
         """Shows progress: `with work.progress("encoding videos", len(mine)) as advance:`, then `advance()` per item.
 
-        The main rank draws a bar on a terminal, or prints a line now and then elsewhere. `total` is this rank's number
-        of items and `of` that of all ranks; without a total it shows the elapsed time. Once the run is stopping, it
-        shows nothing.
+        The main rank draws a bar on a terminal, or prints a line now and then elsewhere. `total` is the number of
+        items on this rank, and `of` on all ranks; without a total it shows the elapsed time. It shows nothing once the
+        run is stopping.
         """
         from unisono.observe.progress import progress
 

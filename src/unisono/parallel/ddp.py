@@ -96,7 +96,7 @@ class DDP(Strategy):
             self._buckets.begin_guarded_step()
 
     def accumulating(self, *, last: bool) -> AbstractContextManager[None]:
-        """A context for a forward pass: its gradients stay local, unless it is the last of a step without a guard."""
+        """A context for a forward pass whose gradients stay local, unless it is the last pass of an unguarded step."""
         return self._buckets.accumulating(last=last)
 
     def reduce_in_backward(self) -> None:

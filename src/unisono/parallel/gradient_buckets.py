@@ -77,7 +77,7 @@ class GradientBuckets:
                 parameter.grad = view
 
     def accumulating(self, *, last: bool) -> AbstractContextManager[None]:
-        """A context for a forward pass: its gradients stay local, unless it is the last of a step without a guard."""
+        """A context for a forward pass whose gradients stay local, unless it is the last pass of an unguarded step."""
         # static_graph records the graph in its first backward pass and asserts that it is not under no_sync. Reducing
         # once more is harmless: the average of equal gradients is the gradient.
         must_sync = not self._guardable and (last or (self._settings.static_graph and self._first_forward))

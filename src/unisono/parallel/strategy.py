@@ -1,4 +1,4 @@
-"""The interface of a strategy: where weights live and how gradients are summed. It knows nothing about losses.
+"""The interface of a strategy: where weights are stored and how gradients are summed. It knows nothing about losses.
 
 A strategy puts the model into a `ForwardWrapper` and wraps that with DDP or FSDP. Callers pass a function of the model,
 and the wrapper's forward pass runs it: DDP's and FSDP's hooks fire, while the function sees the plain model. So recipes
@@ -171,7 +171,7 @@ class Strategy(ABC):
 
     @property
     def can_try_out(self) -> bool:
-        """Whether passes inside `trying_out` communicate nothing: a rank that runs out of memory blocks no other."""
+        """Whether passes inside `trying_out` communicate nothing, so that a rank without memory blocks no other rank."""
         return self.guardable
 
     def trying_out(self) -> AbstractContextManager[None]:

@@ -1,4 +1,4 @@
-"""Checks names, quantities and labels by the rules of Kubernetes, before an API server rejects them.
+"""Checks names, quantities and labels against the rules of Kubernetes, before an API server rejects them.
 
 Each function returns the value, or raises a ConfigError that names the option.
 """

@@ -111,7 +111,7 @@ class KubernetesJob:
     def _check_paths(self) -> None:
         paths = [mount.path for mount in self.volumes]
         if len(set(paths)) < len(paths):
-            raise ConfigError(f"volume: two volumes at {paths[-1]}; write CLAIM:/PATH with different paths")
+            raise ConfigError(f"volume: two volumes at {paths[-1]}; write CLAIM:/PATH with distinct paths")
         run_folder = posixpath.normpath(posixpath.join(self.workdir, self.output_dir))
         if not any(run_folder.startswith(f"{path}/") for path in paths):
             raise ConfigError(

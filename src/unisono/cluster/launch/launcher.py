@@ -62,7 +62,7 @@ def launch(
 
     `nnodes` is the number of machines, or a (minimum, maximum) pair, in which case the run continues with the machines
     that are available. The ranks inherit this process's environment, updated with `environ`. They write their outcomes
-    to `job_folder` (`unisono.cluster.outcome`) and exit with status 0 after a good one. After a crash the agent
+    to `job_folder` (`unisono.cluster.outcome`) and exit with status 0 after a good end. After a crash the agent
     restarts all ranks, at most `max_restarts` times, and calls `record_event`. A rank that makes no progress for longer
     than `limits` counts as crashed, and the stacks of all ranks are saved in `run_folder`. A machine waits at most
     `join_timeout` seconds for the others (0: no limit). With `rendezvous_outside`, the rendezvous server at

@@ -36,7 +36,7 @@ class BasePrecision:
             names = frozen_linears(module, blocks, exact)
         else:
             names = check_names(module, chosen, "frozen_linears()")
-        if self._format == "bf16":  # mixed precision may have cast them already
+        if self._format == "bf16":  # mixed precision may have cast the weights already
             done = {name for name in names if module.get_submodule(name).weight.dtype == torch.bfloat16}
             self._converted += Quantized(sorted(done))
             names = [name for name in names if name not in done]

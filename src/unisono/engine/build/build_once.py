@@ -38,7 +38,7 @@ from unisono.parallel.strategy import Placement
 SMALL = 64 * 2**20
 """Models of up to this many bytes are built on every rank."""
 WORTH_A_REMARK = 2**30
-"""From this size in bytes on, a note tells the user why each rank builds the model."""
+"""Minimum size in bytes of a model for which a note tells the user why each rank builds it."""
 
 _SMALL_PART = 50  # every rank builds a model if at most 1 / 50 of its bytes are not read from files, such as a LoRA
 _PLAIN = (bool, int, float, str, torch.device, torch.dtype, type(None))

@@ -69,7 +69,7 @@ class _InitialModel:
 def build_components(
     recipe: Recipe, settings: Settings, placement: Placement, batch: BatchPlan, agreement: Agreement
 ) -> Components:
-    """Builds the model and everything that trains it, at step 0; every rank calls it."""
+    """Builds the model and all components that train it, in their state at step 0; every rank calls it."""
     recipe.global_batch = batch.global_batch
     recipe.context = make_context(placement.rank, placement.world, placement.context)
     recipe.flash_attention = placement.compute_type is not None and has_flash_attention(placement.device)
@@ -256,7 +256,7 @@ def _distribute(
 
 
 def _mix_levels(model: _InitialModel, settings: Settings, placement: Placement) -> MixedBlocks | None:
-    """Prepares the blocks for a choice of what they recompute, if the settings limit their memory."""
+    """Prepares the blocks so that their levels of recomputation can be chosen, if the settings limit their memory."""
     if settings.precision.activation_memory_gb is None:
         return None
     if len(placement.devices) > 1:

@@ -83,5 +83,5 @@ def _speed_remarks(name: str, products: Products, precision: PrecisionSettings, 
     if device.type == "cuda" and placement.compute_type is None:
         return [f"{name}: 32-bit products are emulated; with --mixed_precision bf16 the GPU computes them"]
     if device.type == "cuda" and not precision.compile:
-        return [f"{name}: without compile, preparing the operands takes longer than the products save; use --compile"]
+        return [f"{name}: without compile, preparing operands costs more time than the products save; use --compile"]
     return []

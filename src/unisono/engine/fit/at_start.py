@@ -53,7 +53,7 @@ class Advice:
 def fit_run(
     recipe: Recipe, dataset: Any, entered: EnteredRun, batch: BatchPlan, placement: Placement, rank: RankContext
 ) -> FittedRun:
-    """Changes settings as `--fit` says, the same on every rank; rejects a run that cannot fit. Every rank calls it."""
+    """Changes settings according to `--fit`, the same on every rank; rejects a run that cannot fit."""
     settings, device = entered.settings, placement.device
     on_gpu = device.type == "cuda"
     fitter = Fitter(

@@ -1,4 +1,4 @@
-"""The memory of a recipe's training step under any settings, from its model on the meta device and one sample."""
+"""Predicts the memory of a training step under any settings, from the model on the meta device and one sample."""
 
 from __future__ import annotations
 

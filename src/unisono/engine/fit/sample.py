@@ -1,4 +1,4 @@
-"""Chooses the sample with which memory is predicted: the largest one of the dataset."""
+"""Chooses the sample for the prediction of memory: the largest sample of the dataset."""
 
 from __future__ import annotations
 

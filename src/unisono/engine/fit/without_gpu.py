@@ -12,7 +12,7 @@ from unisono.settings import Settings
 
 
 def fit_settings(recipe: Recipe, resolved: Resolved) -> tuple[Resolved, list[str]]:
-    """Returns the settings for GPUs of `gpu_memory_gb`, and notes for the user; unchanged settings without `fit`."""
+    """Returns the settings that `fit` chooses for GPUs of `gpu_memory_gb`, if it is set, and notes for the user."""
     settings = resolved.build(Settings)
     setting, gigabytes = settings.memory.fit, settings.memory.gpu_memory_gb
     if setting == "no":

@@ -55,7 +55,7 @@ class Row:
 
     @property
     def changes(self) -> Flags:
-        """The settings to pass on the command line, without those that have their default."""
+        """The settings to pass on the command line: those that differ from their defaults."""
         changes = {name: value for name, value in self.flags.items() if (name, value) not in _DEFAULTS}
         return changes if self.micro_batch == self.default_micro_batch else {**changes, "micro_batch": self.micro_batch}
 

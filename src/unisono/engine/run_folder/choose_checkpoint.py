@@ -170,7 +170,7 @@ def _not_finite(strategy: Strategy) -> list[str]:
 
 
 def _newest_finite(folder: Path, identity: Mapping[str, Any], before: int) -> Path | None:
-    """Returns the newest checkpoint before a step whose weights contain no nan; reads tensor by tensor."""
+    """Returns the newest checkpoint before step `before` with finite weights, if any; reads one tensor at a time."""
     for step, path in reversed(list_steps(folder)):
         if step >= before or validate(path, deep=False, identity=identity) is not None:
             continue

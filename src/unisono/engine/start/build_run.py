@@ -102,7 +102,7 @@ def _plan_batch(
         state = rank.main_decides(lambda: read_extra(checkpoint)["state"])
         stored = int(state["global_batch"])
         known_to_fit = min(filter(None, (known_to_fit, state.get("micro_batch", 0))), default=0)
-    # The first rank of each machine counts its devices: the number at a new run's start determines its batch.
+    # Only the first rank of each machine counts its devices. In a new run, their number determines the effective batch.
     requested = rank.agreement.all_gather(requested_devices if rank.world.local_rank == 0 else 0)
     plan = plan_batch(
         settings.batch,

@@ -16,8 +16,8 @@ from unisono.formatting import describe_exception
 from unisono.observe.folder import append_event
 
 _NOWHERE = "-"
-_OTHER_RANK_S = 2.0  # how long to wait for the file of another rank
-_STORE_S = 5.0  # how long to wait for the store; the rank that hosts it may be gone
+_OTHER_RANK_S = 2.0  # seconds to wait for the file of another rank
+_STORE_S = 5.0  # seconds to wait for the store; the rank that hosts it may be gone
 
 
 def note_crash(

@@ -38,7 +38,7 @@ from unisono.typed_paths import absolute, all_typed, as_typed, for_caller, note_
 
 
 class LaunchFailed(UnisonoError):
-    """The ranks failed and have already printed the reason; only their exit code is left to report."""
+    """Raised if the ranks have failed and already printed the reason; only their exit code remains to be reported."""
 
     already_printed = True
 
@@ -160,7 +160,7 @@ def _why_one_device(recipe_class: type[Recipe]) -> str:
 
 
 def with_absolute_paths(resolved: Resolved) -> Resolved:
-    """Makes the paths in output_dir, resume and track absolute: a recipe may change the current folder."""
+    """Makes the paths in output_dir, resume and track absolute, because a recipe may change the current folder."""
     for name in ("output_dir", "resume"):
         path = resolved.values[name]
         if path and not (name == "resume" and path in ("auto", "never")):

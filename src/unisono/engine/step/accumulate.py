@@ -373,7 +373,7 @@ class GradientAccumulator:
 
 
 def flop_meter(recipe: Recipe, placement: Placement, settings: Settings) -> FlopMeter:
-    """Counts the operations of this rank's steps."""
+    """Creates the counter of the operations in this rank's steps."""
     # A dispatch mode sees neither the inside of compiled blocks nor DataParallel's threads.
     can_count = not settings.precision.compile and len(placement.devices) == 1
     return FlopMeter(recipe, peak=peak_of(placement, settings), can_count=can_count, sharing=placement.context)

@@ -53,7 +53,7 @@ class FlopMeter:
         self._counter = _Counter()
         self._asked: set[_Shape] = set()  # shapes that Recipe.flops() was called for
         self._open: _Shape | None = None  # the shape that is being counted
-        self._asks = False  # whether Recipe.flops() is called for it, instead of counting
+        self._asks = False  # whether Recipe.flops() is called for the open shape, instead of counting
 
     def begin_step(self) -> None:
         """Begins a step, or repeats one."""

@@ -1,4 +1,4 @@
-"""Creates the optimizer that the settings name, and checks it or the one that a recipe created."""
+"""Creates the optimizer that the settings name, and checks that an optimizer can train these weights correctly."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class StepOutcome:
 
 @dataclass
 class _Unread:
-    """The numbers of a step, being copied from the device."""
+    """The numbers of a step while they are copied from the device."""
 
     step: int
     own_step: int  # number of the group's own steps before it
@@ -273,7 +273,7 @@ class OptimizerStep:
         state, step, limit = self._own, unread.step, self._settings.optim.max_skipped_steps
         state.skipped += 1
         if state is not self._state:
-            self._state.skipped += 1  # those of all groups
+            self._state.skipped += 1  # counts the skipped steps of all groups
         if overflow and math.isfinite(total) and count > 0:
             return
         state.skipped_in_a_row += 1

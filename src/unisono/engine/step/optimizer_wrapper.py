@@ -111,7 +111,7 @@ class OptimizerWrapper:
     def set_own_learning_rate(self, rate: Any) -> float:
         """Sets the rate that a recipe's learning_rate() returned; returns the first group's rate.
 
-        One number is the first group's rate, and the other groups keep their ratio to it; a sequence has one each.
+        One number is the first group's rate, and the other groups keep their ratio to it. A sequence has one per group.
         """
         several = isinstance(rate, Sequence) and not isinstance(rate, str)
         rates = list(rate) if several else [rate]
@@ -173,7 +173,7 @@ class OptimizerWrapper:
                 self._step_with(here, None if in_kernel else factor)
 
     def _step_with(self, gradients: list[Tensor], factor: Tensor | None) -> None:
-        # In float64, too: the kernel reads grad_scale as float32, which is not exact enough.
+        # Also used for float64, because the kernel reads grad_scale as float32, which is not exact enough.
         if gradients and factor is not None:
             torch._foreach_mul_(gradients, factor.to(self._device, gradients[0].dtype))
         self.optimizer.step()
@@ -241,7 +241,7 @@ class OptimizerWrapper:
             raise
 
     def restore(self, tensors: dict[tuple[str, str], Tensor], plain: dict[str, Any]) -> None:
-        """Restores a saved state; ignores that of weights of other optimizers."""
+        """Restores a saved state; ignores the state of weights that other optimizers update."""
         parameters = {
             self._names[id(parameter)]: parameter
             for group in self.optimizer.param_groups

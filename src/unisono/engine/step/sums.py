@@ -84,12 +84,12 @@ def power_of_two_near(value: float) -> float:
 
 
 def metrics_in(names: Sequence[str]) -> list[str]:
-    """Returns the metrics among the names of sums."""
+    """Returns those names of sums that are metrics."""
     return [name.removeprefix(_SUM) for name in names if name.startswith(_SUM)]
 
 
 def describe_metrics(names: list[str]) -> str:
-    """Returns the metrics among the names of sums, for a message."""
+    """Lists the metrics among the names of sums, for an error message."""
     metrics = metrics_in(names)
     own = {name.removeprefix(_COUNT) for name in names if name.startswith(_COUNT)}
     return ", ".join(f"{name} (with a count)" if name in own else name for name in metrics) or "none"

@@ -136,7 +136,7 @@ def variants(
 ) -> list[Variant]:
     """Returns the runs to compare: each number of ranks, under each strategy, with one and with several micro-batches.
 
-    `single_samples`: only with micro-batches of one sample, because the result depends on the micro-batches by design.
+    With `single_samples`, all micro-batches have one sample, for settings whose result depends on the micro-batches.
     """
     all_variants = []
     for ranks in plan.ranks:

@@ -46,7 +46,7 @@ def steps_text(first: int, last: int) -> str:
 
 
 def steps_folder(first: int, last: int) -> str:
-    """Returns the name of the folder of these steps; always with both numbers, so that a copy's number is distinct."""
+    """Returns the name of the folder of these steps, always with both numbers, so that the suffix -2 is unambiguous."""
     return f"steps_{first}-{last}"
 
 

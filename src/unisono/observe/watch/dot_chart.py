@@ -9,7 +9,7 @@ from unisono.formatting import format_number
 from unisono.pages.axis import spans_decades
 
 Point = tuple[float, float]
-_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # bit of the dot in row, column of a cell
+_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # bit of each dot, by row and column of a cell
 
 
 def dot_chart(points: Sequence[Point], width: int, height: int, *, braille: bool = True) -> list[str]:

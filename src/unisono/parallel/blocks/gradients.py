@@ -20,7 +20,7 @@ _NUM_SLOTS = 2
 
 
 class HostGradients:
-    """The gradients of the trained weights of all swapped blocks; `parameter.grad` is the one in host memory."""
+    """The gradients of the trained weights of all swapped blocks; `parameter.grad` is the tensor in host memory."""
 
     def __init__(self, hosts: Sequence[HostWeights], device: torch.device, transfers: Transfers) -> None:
         self._hosts, self._device, self._transfers = hosts, device, transfers

@@ -63,7 +63,7 @@ def layout(tensors: Sequence[Tensor]) -> tuple[list[Extract], int]:
     """Returns the positions of these tensors in a flat buffer, and its size in bytes."""
     extracts, end = [], 0
     for tensor in tensors:
-        # A transposed weight stays transposed, as matrix products in 8 bits need it and as compiled code expects.
+        # A transposed weight stays transposed, because 8-bit matrix products and compiled code require it.
         stride = tensor.stride()
         if _num_spanned(tensor.shape, stride) != tensor.numel():
             stride = torch.empty(tensor.shape, device="meta").stride()

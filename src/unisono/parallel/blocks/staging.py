@@ -204,5 +204,5 @@ def hidden_from_modes() -> AbstractContextManager[None]:
 
 
 def transfers_to(device: torch.device) -> Transfers:
-    """Returns the way to copy weights to this device and back."""
+    """Returns the object that copies weights to this device and back."""
     return CudaTransfers(device) if device.type == "cuda" else Transfers()
