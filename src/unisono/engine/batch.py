@@ -64,7 +64,7 @@ def check_against_data(plan: BatchPlan, num_samples: int) -> None:
         raise ConfigError(
             f"one optimizer step of {plan.global_batch:,} samples would read the dataset ({num_samples:,} samples) "
             f"{plan.global_batch // max(1, num_samples):,} times; lower batch_size or global_batch_size (a resumed "
-            "run takes it from its checkpoint, which may be damaged)"
+            "run reads its batch from the checkpoint, which may be damaged)"
         )
 
 

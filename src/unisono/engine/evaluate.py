@@ -187,9 +187,7 @@ class Evaluation:
                 raise RecipeError(f"evaluate(): {name} must be a (sum, count) pair or a torchmetrics object")
             device = self._strategy.placement.device
             total, count = (torch.as_tensor(part, device=device, dtype=torch.float64) for part in value)
-            if (
-                total.numel() == 1 and count.dim() == 0
-            ):  # a single number; the count of a curve with one point has a dimension
+            if total.numel() == 1 and count.dim() == 0:  # a number; the count of a curve has a dimension
                 total = total.reshape(())
             if total.dim() > 1 or (count.numel() != 1 and count.shape != total.shape):
                 raise RecipeError(f"evaluate(): {name} must be a number or a curve (one dimension), as (sum, count)")

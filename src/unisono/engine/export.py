@@ -110,7 +110,7 @@ def load_trained(
     if not all(isinstance(record.get(name), dict) for name in ("config", "sources")):
         raise UserError(f"{run}: run.json lacks the settings of the run; it is damaged")
     resolved = settings_in(record, (Settings, recipe_class.Config))
-    # Read the checkpoint before it builds the model, which may take long: a run that is still training may delete it.
+    # Read the checkpoint before building the model, which may take long: a run that is still training may delete it.
     checkpoint, state, is_average = _read_checkpoint(run, step, {"recipe": record["recipe"]}, weights)
     recipe = recipe_class(resolved.build(recipe_class.Config))
     recipe.prepared, recipe.base_precision = run / "prepared", resolved.values["base_precision"]
@@ -210,7 +210,7 @@ def _share_saved(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 
 class _SavedWeights:
-    """The weights in a checkpoint; weights that it does not store have their initial values."""
+    """The weights in a checkpoint. Weights that the checkpoint does not store have their initial values."""
 
     def __init__(self, state: Mapping[str, Tensor], initial: Weights) -> None:
         self._state, self._initial = state, initial
@@ -274,7 +274,7 @@ def _load_state(model: nn.Module, state: dict[str, Tensor], not_saved: set[str])
     saved = {name: tensor.to(own[name].dtype) if name in own else tensor for name, tensor in state.items()}
     try:
         missing, unexpected = model.load_state_dict(saved, strict=False)
-    except RuntimeError as error:  # weights have other shapes
+    except RuntimeError as error:  # shapes differ
         reason = " ".join(str(error).split())[:300]
         raise UserError(f"the checkpoint does not match the recipe's model: {reason}") from None
     filled = {own[name].data_ptr() for name in saved if name in own}

@@ -75,7 +75,7 @@ class Feed:
 
     @property
     def data(self) -> Any:
-        """The training data, on the device if it can be."""
+        """The training data, on the device if the dataset supports that."""
         return self._data
 
     def most_at_once(self, plan: BatchPlan) -> int:

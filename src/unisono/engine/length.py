@@ -117,7 +117,7 @@ def fit_warmup(resolved: Resolved, steps: int, *, whole_epochs: bool) -> tuple[R
 def is_evaluated(state: TrainState, length: Length) -> bool:
     """Whether the evaluation of the current step is complete and need not be repeated.
 
-    A run that resumes at its end repeats the evaluation, and so does a run without a checkpoint, which starts at step
-    0.
+    False for a run that resumes at its end, and for a run without a checkpoint, which starts at step 0: both repeat the
+    evaluation.
     """
     return not state.owes_evaluation and state.step > 0 and state.samples < length.samples

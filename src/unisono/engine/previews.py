@@ -145,7 +145,7 @@ def _write(path: Path, name: str, value: Any) -> None:
 
 
 def draw_preview(run: TrainingRun, step: int, recorder: Recorder) -> None:
-    """Draws the preview of step `step` on all ranks; skips one that does not fit into memory."""
+    """Draws the preview of step `step` on all ranks; skips it if it does not fit into memory."""
     recipe, strategy, settings, folder = run.components.recipe, run.components.strategy, run.settings, run.folder
     # Use the same seed on all ranks: with a sharded model, all ranks must make the same number of forward passes.
     seed_everything(key_of(Purpose.PREVIEW, settings.run.seed, step), strategy.placement.devices)

@@ -133,7 +133,7 @@ class ProfilingRecorder(Recorder):
         self._begins = [*self._begins, time.perf_counter()]
         try:
             session.start()
-        except RuntimeError as error:  # for instance, the caller of unisono.train() profiles already
+        except RuntimeError as error:  # for instance, the caller of unisono.train() is already profiling
             self.message(f"profile: the profiler cannot be started ({describe_exception(error)}); training continues")
             return
         self._session, self._running = session, True

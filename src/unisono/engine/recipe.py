@@ -185,7 +185,7 @@ class Recipe:
     def metric_names(self) -> Collection[str] | None:
         """Returns the names of the scalar metrics of an evaluation; empty without evaluation data, None if unknown.
 
-        With the names, the engine rejects a wrong best_metric before prepare().
+        The engine uses the names to reject a wrong best_metric before prepare().
         """
         return None
 
@@ -327,19 +327,19 @@ class Recipe:
     def optimizer(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer | None:
         """Creates the optimizer from (name, parameter) pairs; return None to use the optimizer in the settings.
 
-        In a recipe with groups(), it is called for each of them, with the weights of `self.group`.
+        In a recipe with groups(), it is called for each group, with the weights of `self.group`.
         """
         return None
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module] | None:
-        """Returns the repeated blocks, which are sharded, compiled and recomputed one by one; None: found by class."""
+        """Returns the repeated blocks, to shard, compile and recompute one by one; None: the engine finds them."""
         return None
 
     def before_evaluation(self, model: nn.Module) -> None:
         """Called on every rank before the first batch of an evaluation, e.g. to embed all queries."""
 
     def evaluate(self, model: nn.Module, batch: Any, noise: Noise) -> Mapping[str, Any]:
-        """Returns an evaluation batch's metrics as (sum, count) pairs or torchmetrics objects; by default loss()'s.
+        """Returns a batch's metrics as (sum, count) pairs or torchmetrics objects; by default the metrics of loss().
 
         Sum and count may be one-dimensional tensors: the metric is then a curve. A torchmetrics object that computes a
         mapping yields one metric per key. In a recipe with groups(), the default is each group's loss and metrics, as

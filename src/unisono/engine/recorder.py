@@ -32,7 +32,7 @@ _SLOW_S = 10.0
 
 
 class Recorder:
-    """Progress line, metrics.jsonl and TensorBoard files of one run."""
+    """Writes the progress line, metrics.jsonl and TensorBoard files of one run."""
 
     def __init__(self, run: TrainingRun, open_folder: Callable[[], None]) -> None:
         """`open_folder` is called once the first step has succeeded."""

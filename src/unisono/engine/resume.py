@@ -371,7 +371,7 @@ def _restore_state(components: Components, state: TrainState) -> None:
     for name, value in vars(state).items():
         if name != "groups":
             setattr(components.state, name, value)
-    for name, saved in state.groups.items():  # the groups hold their states
+    for name, saved in state.groups.items():  # update in place, because the groups refer to these objects
         vars(components.state.groups[name]).update(vars(saved))
     for group in components.groups:
         if group.scale is not None and group.state.loss_scale is not None:

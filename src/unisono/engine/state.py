@@ -21,8 +21,8 @@ _MEMBERS = {"loss_scale": {"value", "good_steps"}, "best": {"metric", "value", "
 class GroupState:
     """The state of one of several groups of weights that are trained in turn."""
 
-    steps: int  # steps in a row: a resumed run must have the same rhythm
-    skipped: int = 0  # as in TrainState, but of this group's steps
+    steps: int  # consecutive steps per turn; a resumed run must use the same number
+    skipped: int = 0  # like TrainState.skipped, for this group's steps
     skipped_in_a_row: int = 0
     expected_count: float = 0.0
     loss_scale: dict[str, float] | None = None
@@ -54,7 +54,7 @@ class TrainState:
     def to_json(self) -> dict[str, Any]:
         """Returns the state as a JSON value."""
         data = asdict(self)
-        for name in ("groups", "blocks"):  # as in checkpoints of earlier versions
+        for name in ("groups", "blocks"):  # omitted if empty, as in checkpoints of earlier versions
             if not data[name]:
                 del data[name]
         return data

@@ -35,7 +35,7 @@ class TrainingRun:
     length: Length
     save_group: dist.ProcessGroup | None  # process group for the collectives of saves, which run in a separate thread
     work: Work  # this rank's share of prepare() and refresh()
-    advice: Advice  # on what to do if it does not fit into memory
+    advice: Advice  # what to do if the run does not fit into memory
     remarks: list[str]  # notes for the user, from all phases of start-up
 
     @property

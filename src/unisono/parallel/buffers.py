@@ -3,7 +3,7 @@
 A step that is repeated after running out of memory, or skipped because it was not finite, must not change buffers. So
 buffers are copied before each step. The device decides whether a step is skipped, and the host does not know the
 decision; `undo_where` therefore selects old or new values on the device, with one kernel per buffer. Buffers that the
-first steps did not change (lookup tables) are not copied any more.
+first steps did not change (lookup tables) are no longer copied.
 """
 
 from __future__ import annotations

@@ -198,7 +198,7 @@ class Tokens:
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
-    """PyTorch's attention; if causal, the last query sees the last key."""
+    """Computes PyTorch's attention; if causal, the last query sees the last key."""
     queries, keys = query.shape[_TOKENS], key.shape[_TOKENS]
     mask: Any = causal_lower_right(queries, keys) if causal and queries != keys else None
     heads_first = [part.transpose(_TOKENS, _HEADS) for part in (query, key, value)]

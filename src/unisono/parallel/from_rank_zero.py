@@ -1,8 +1,9 @@
 """Initial weights that rank 0 has built in host memory, sent to the other ranks piece by piece.
 
-Only rank 0 builds a large model for real. The model of every rank is then on the meta device, and `FromRankZero` fills
-it like weights from files. All ranks must request the same weights in the same order; each keeps the rows that it
-needs. Rank 0 frees a weight once it has sent it, so a machine never holds more than one copy in host memory.
+Only rank 0 builds a large model with real weights. The model of every rank is then on the meta device, and
+`FromRankZero` fills it like weights from files. All ranks must request the same weights in the same order; each keeps
+the rows that it needs. Rank 0 frees a weight once it has sent it, so a machine never holds more than one copy in host
+memory.
 """
 
 from __future__ import annotations

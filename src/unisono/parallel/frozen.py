@@ -20,7 +20,8 @@ def shard_frozen(
 ) -> None:
     """Shards a module on the meta device across ranks and fills its shards, in place; its buffers must be real.
 
-    It computes in the types of its weights. The weights in `exact`, which may have another type, are replicated.
+    The module computes in the types of its weights. The weights in `exact`, which may have another type, are
+    replicated.
     """
     module.requires_grad_(False).eval()
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}

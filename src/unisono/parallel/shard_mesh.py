@@ -1,8 +1,8 @@
 """The groups of ranks that together hold one copy of the weights.
 
-Consecutive ranks form a group; each rank of it holds a shard of every weight. With several groups (HSDP), every group
-holds the same weights: they are replicas. The groups decide only where weights are stored. Gradients are always sums
-over all ranks of the run.
+Consecutive ranks form a group; each rank in the group holds a shard of every weight. With several groups (HSDP), every
+group holds the same weights: they are replicas. The groups decide only where weights are stored. Gradients are always
+sums over all ranks of the run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class ShardMesh:
 
     rank: int
     world: int
-    size: int  # ranks that hold one copy of the weights together
+    size: int  # number of ranks that together hold one copy of the weights
     device_type: str
 
     @property

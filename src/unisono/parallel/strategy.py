@@ -59,7 +59,7 @@ class Placement:
 
     @property
     def counts(self) -> bool:
-        """Whether this rank's sums count: all ranks of a context group compute the same sums, so only one rank's do."""
+        """Whether this rank's sums count: all ranks of a context group compute the same sums, so only one may count."""
         return self.rank % self.context == 0
 
 
@@ -171,7 +171,7 @@ class Strategy(ABC):
 
     @property
     def can_try_out(self) -> bool:
-        """Whether passes inside `trying_out` communicate nothing, so that a rank without memory blocks no other rank."""
+        """Whether passes inside `trying_out` communicate nothing, so that one rank without memory blocks no other."""
         return self.guardable
 
     def trying_out(self) -> AbstractContextManager[None]:

@@ -54,7 +54,7 @@ class BasePrecision:
             return []
         converted = self._converted
         if not converted.layers:
-            if self._recipe.has_frozen_weights:  # the recipe has converted them itself
+            if self._recipe.has_frozen_weights:  # the recipe has converted its layers itself
                 return []
             raise nothing_frozen(self._format)
         remarks = []

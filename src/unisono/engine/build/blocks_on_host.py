@@ -66,8 +66,8 @@ def movable_blocks(
 ) -> tuple[list[nn.Module], BlocksOnHost]:
     """Returns the blocks that can be stored in host memory, and their sizes.
 
-    If the frozen weights of the blocks take more memory than the trained ones (a LoRA), only they move to the host;
-    otherwise (a full fine-tune) all weights move, with their gradients and optimizer state.
+    If the frozen weights of the blocks take more memory than the trained weights (a LoRA), only the frozen weights move
+    to the host. Otherwise (a full fine-tune), all weights move, with their gradients and optimizer state.
     """
     frozen, trained = frozen_bytes(model, blocks), trained_bytes(model, blocks)
     if sum(trained) <= sum(frozen):
@@ -101,7 +101,7 @@ def _usable_memory(device: torch.device) -> float:
 
 
 def _check_host_memory(chosen: Sequence[nn.Module], sizes: BlocksOnHost, placement: Placement) -> None:
-    """Rejects more blocks than host memory can hold; blocks that the recipe has loaded there need no more memory."""
+    """Rejects more blocks than host memory can hold; blocks that the recipe has already loaded there do not count."""
     is_on_meta = any(parameter.is_meta for block in chosen for parameter in block.parameters())
     weights = 0 if is_on_meta else sum(parameter.nbytes for block in chosen for parameter in block.parameters())
     need = max(0, sizes.host_bytes - weights) * placement.local_world

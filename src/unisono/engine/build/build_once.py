@@ -36,7 +36,7 @@ from unisono.parallel.materialize import Weights, materialize
 from unisono.parallel.strategy import Placement
 
 SMALL = 64 * 2**20
-"""Models of up to this many bytes are built on every rank."""
+"""Maximum size in bytes of a model that every rank builds."""
 WORTH_A_REMARK = 2**30
 """Minimum size in bytes of a model for which a note tells the user why each rank builds it."""
 
@@ -91,7 +91,7 @@ def _build(recipe: Recipe, seed: int, placement: Placement) -> BuiltModel:
 
 
 def _weights_of(recipe: Recipe, model: nn.Module, seed: int, placement: Placement) -> Weights | None:
-    # A model on the meta device has drawn no random numbers. After this, all ranks draw the same numbers again.
+    # Building on the meta device draws no random numbers. From here on, all ranks draw the same numbers again.
     seed_everything(key_of(Purpose.BUILD, seed, 3), placement.devices)
     return recipe.weights(model)
 
@@ -175,7 +175,7 @@ def _difference(model: nn.Module, announced: _Announcement, existing: Sequence[T
     for name, parameter in model.named_parameters():
         if not parameter.is_meta:
             return f"{name} is not on the meta device"
-    # For instance a mask in a plain attribute or a second model in the recipe: rank 0 would not send their values.
+    # Rank 0 would not send the values of, for instance, a mask in a plain attribute or a second model in the recipe.
     expected_ids = {id(part) for tensor in tensors.values() for part in (tensor, tensor._base)} | {*map(id, existing)}
     if any(id(tensor) not in expected_ids for tensor in _meta_tensors()):
         return "model() creates tensors that are neither weights nor buffers of the model"

@@ -28,7 +28,7 @@ class Datasets:
     train: Dataset[Any]
     evaluation: Dataset[Any] | None
     num_samples: int  # size of `train`
-    windows: Windows | None  # in which `train` is shuffled
+    windows: Windows | None  # windows in which `train` is shuffled
     remarks: list[str] = field(default_factory=list)
 
     @property

@@ -24,7 +24,7 @@ def find_placement(world: World, settings: Settings) -> Placement:
         device = torch.device("cpu")
         devices = [device]
     else:
-        # Without a launcher, uses the current device of this process, which the caller may have set.
+        # Without a launcher, use the current device of this process, which the caller may have set.
         has_launcher = world.launcher != "plain"
         device = torch.device("cuda", world.local_rank % count if has_launcher else torch.cuda.current_device())
         torch.cuda.set_device(device)

@@ -1,4 +1,4 @@
-"""The GPU memory that a run may use."""
+"""Limits the GPU memory of a run."""
 
 from __future__ import annotations
 

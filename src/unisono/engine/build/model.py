@@ -50,8 +50,8 @@ def build_model(recipe: Recipe) -> nn.Module:
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
             raise RecipeError(
-                f"model(): {name or 'it'} is an embedding with sparse gradients, which cannot be summed across ranks; "
-                "remove sparse=True"
+                f"model(): {name or 'the model'} is an embedding with sparse gradients, which cannot be summed across "
+                "ranks; remove sparse=True"
             )
     return model
 

@@ -16,8 +16,8 @@ from unisono.settings import Settings
 class Recording:
     """Whether steps are recorded as CUDA graphs."""
 
-    captures: bool  # steps are recorded
-    is_possible: bool  # steps are not recorded, but `--cuda_graph` would work
+    captures: bool  # whether steps are recorded
+    is_possible: bool  # whether `--cuda_graph` would work, if steps are not recorded
     remarks: list[str] = field(default_factory=list)
 
 

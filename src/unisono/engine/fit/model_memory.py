@@ -93,7 +93,7 @@ class ModelMemory:
         return bool(self._structure(settings).linears)
 
     def has_own_optimizer(self, settings: Settings) -> bool:
-        """Whether the recipe may bring an optimizer of its own."""
+        """Whether the recipe may create its own optimizer."""
         return type(self._structure(settings).recipe).optimizer is not Recipe.optimizer
 
     @property
@@ -269,7 +269,7 @@ class ModelMemory:
         return Trace(moments, max(trace.gradients for trace in traces))
 
     def _trace_group(self, settings: Settings, micro_batch: int, num: int, group: Group | None) -> Trace:
-        structure = _shortened(self._build(settings), num)  # a trace leaves a model that cannot be used again
+        structure = _shortened(self._build(settings), num)  # a traced model cannot be used again
         recipe, precision = structure.recipe, settings.precision
         if group is not None:
             recipe.group = group.name

@@ -118,7 +118,7 @@ def stored_size(run_folder: Path) -> int | None:
     """Returns the size that the previous attempt stored; None if there is none."""
     try:
         size = read_json(run_folder / _FILE)["micro_batch"]
-    except NotRegular as error:  # not a regular file, which writing would replace
+    except NotRegular as error:  # stop here, because writing would replace this file
         raise UserError(f"{run_folder / _FILE} cannot be read ({error.strerror}); remove it") from None
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -36,9 +36,9 @@ class Row:
     fits: bool
     time: StepTime
     samples_per_step: int
-    flops: float  # of all ranks and one step, without recomputation
+    flops: float  # operations of all ranks in one step, without recomputation
     peak: float  # FLOP/s of all GPUs by the data sheet's sustained rate
-    default_micro_batch: int  # without the setting micro_batch
+    default_micro_batch: int  # micro-batch size if the setting micro_batch is not set
     is_lossy: bool = False
 
     @property

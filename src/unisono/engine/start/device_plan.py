@@ -1,4 +1,4 @@
-"""The ranks to launch on this machine, and their devices."""
+"""Plans the ranks to launch on this machine, and their devices."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class DevicePlan:
 
     ranks: int
     environ: dict[str, str]
-    requested_devices: int | None  # number of devices that the user asked for on this machine
+    requested_devices: int | None  # number of devices that the user requested on this machine
     remarks: list[str]
     lock: GpuLock | None  # reserves our GPUs while it exists
 

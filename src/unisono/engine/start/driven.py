@@ -41,7 +41,7 @@ class DrivenTrainer(Trainer):
     """A trainer whose caller trains an epoch or some steps at a time."""
 
     def train_epoch(self, *, keep_reading: bool) -> bool:
-        """Trains to the end of the current epoch; True if a signal ended it earlier.
+        """Trains to the end of the current epoch; returns True if a signal stopped training early.
 
         `keep_reading`: loader workers stay alive and prefetch the next epoch.
         """
@@ -112,7 +112,7 @@ class DrivenTrainer(Trainer):
         self._report_saves(wait=True)
 
     def save_to(self, folder: Path) -> Path:
-        """Saves a checkpoint in another folder and waits for it; the folder keeps only the newest one of this run."""
+        """Saves a checkpoint in another folder and waits for it; deletes this run's older checkpoints there."""
         self._settle()
         self._report_saves(wait=True)  # waits for a save in progress, because all saves use the same process group
         step = self.state.step

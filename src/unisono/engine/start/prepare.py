@@ -53,7 +53,7 @@ def work_of(rank: RankContext, run: EnteredRun, device: torch.device) -> Work:
 
 
 def prepare(recipe: Recipe, work: Work, rank: RankContext) -> bool:
-    """Calls Recipe.prepare() on every rank; True if any rank received a stop request."""
+    """Calls Recipe.prepare() on every rank; returns True if any rank received a stop request."""
     if type(recipe).prepare is Recipe.prepare:
         return False
     folder = work.folder

@@ -12,7 +12,7 @@ from unisono.formatting import describe_exception
 from unisono.typed_paths import adopt_typed, note_start_folder
 
 if __name__ == "__main__":
-    # Done before torch is imported: that takes seconds, in which the parent could die or a signal could arrive.
+    # Do this before importing torch, which takes seconds in which the parent could die or a signal could arrive.
     die_with_parent()
     note_signals_early()
     note_start_folder()
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def main() -> int:
-    """Does the job in the job folder and writes the outcome there; exits with status 0 if it succeeded."""
+    """Runs the job in the job folder and writes the outcome there; exits with status 0 if the job succeeded."""
     folder = Path(os.environ["UNISONO_JOB"])
     rank = int(os.environ["RANK"])
     trained = Event()

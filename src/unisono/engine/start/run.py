@@ -128,7 +128,7 @@ def start(recipe_class: type[Recipe], resolved: Resolved) -> Any:
         return _train_here(recipe_class, resolved, world, None, [])
     plan = plan_devices(resolved)
     resolved = plan.applied_to(resolved)
-    if plan.ranks > 1 and machines(resolved.build(Settings).launch)[1] == 1:  # refused before any process starts
+    if plan.ranks > 1 and machines(resolved.build(Settings).launch)[1] == 1:  # reject before any process starts
         check_context(resolved.values["context_parallel"], plan.ranks)
     reference = importable_name(recipe_class)
     several = plan.ranks > 1 or machines(resolved.build(Settings).launch)[1] > 1

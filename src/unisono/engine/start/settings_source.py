@@ -1,4 +1,4 @@
-"""Where the settings of several runs of one recipe come from: config files and flags, or values from Python."""
+"""Describes the source of settings that several runs of one recipe share: config files and flags, or Python values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from unisono.errors import UserError
 
 @dataclass(frozen=True)
 class SettingsSource:
-    """Where the settings that all runs share come from, as in `unisono train`."""
+    """The source of the settings that all runs share, as in `unisono train`."""
 
     files: tuple[Path, ...] = ()
     flags: tuple[str, ...] = ()

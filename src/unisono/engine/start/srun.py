@@ -86,7 +86,7 @@ def judge(folder: Path, run: Path, code: int, attempt: int, max_restarts: int) -
     if cause is not None and cause.is_final:
         _print(cause.describe())
         return EXIT_USER_ERROR if cause.kind == "user_error" else EXIT_FAILED
-    # The ranks exit together, after the last checkpoint: one rank's outcome holds for all, even if srun killed some of
+    # The ranks exit together, after the last checkpoint: one rank's outcome applies to all, even if srun killed some of
     # them while they exited (it kills those that are slower than the first).
     if "stopped" in kinds:
         return EXIT_STOPPED
@@ -126,7 +126,7 @@ def _report_cause(cause: Outcome | None, outcomes: Sequence[Outcome], code: int)
 def _has_trained(run: Path, folder: Path) -> bool:
     """Whether this attempt finished a step: from then on, the run writes events.
 
-    The parent folder's modification time is that of the attempt's start, by the clock of the same file server.
+    The parent folder's modification time shows when the attempt started, by the clock of the same file server.
     """
     try:
         return (run / EVENTS).stat().st_mtime_ns > folder.parent.stat().st_mtime_ns

@@ -73,7 +73,7 @@ def _become_rank(environ: dict[str, str]) -> None:
 
     from unisono.engine.start.rank import main as train
 
-    np.random.seed()  # Python reseeds its own generator after a fork
+    np.random.seed()  # after a fork, Python reseeds only its own generator
     if "OMP_NUM_THREADS" in environ:  # OpenMP has read the variable already, when it was loaded
         torch.set_num_threads(int(environ["OMP_NUM_THREADS"]))
     end_process(train())

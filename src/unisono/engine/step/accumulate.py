@@ -106,7 +106,7 @@ class GradientAccumulator:
                 # Needed even if this step is not recorded (a rank without samples): the next replay reads the buffers.
                 with nullcontext() if self._graphed is None else self._strategy.buffers.in_place():
                     return self._compute(micro_batches, requests)
-            except Exception as error:  # during the all-reduce, for instance, this rank cannot notify others
+            except Exception as error:  # for instance during the all-reduce, when this rank cannot notify others
                 self._note_failure(error, Attempt(), final=True)
                 raise
         except OutOfMemoryTogether as error:

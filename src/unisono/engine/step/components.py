@@ -56,8 +56,8 @@ class Components:
     rhythm: Rhythm
     state: TrainState
     remarks: list[str]  # notes for the user, printed once
-    captures: bool  # steps are recorded as CUDA graphs
-    recordable: bool  # steps are not recorded, but could be
+    captures: bool  # whether steps are recorded as CUDA graphs
+    recordable: bool  # whether steps could be recorded, if they are not
     blocks_on_host: BlocksOnHost
     mixed_blocks: MixedBlocks | None  # blocks whose levels of recomputation are chosen before the first step
 

@@ -88,7 +88,7 @@ class GraphedFunction:
     def _call_into(self, graph: torch.cuda.CUDAGraph) -> Tensor:
         failure: Exception | None = None
         try:
-            # Captures on the run's own stream, because autograd accumulates a gradient on the stream of its first use.
+            # Capture on the run's own stream, because autograd accumulates a gradient on the stream of its first use.
             # Other threads (which pin batches, or memory for checkpoints) may continue during the capture.
             stream = torch.cuda.current_stream()
             with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):

@@ -27,7 +27,7 @@ from unisono.engine.step.guard import num_elements, shape_of
 
 _MAX_SHAPES = 64  # the operations of further shapes are estimated from the nearest size
 _MAX_NAMED = 1024  # further shapes are distinguished by size only
-_PER_OCTAVE = 8  # different sizes per factor of two
+_PER_OCTAVE = 8  # number of distinct sizes per factor of two
 _Shape = tuple[str, str, Hashable]  # group of weights that is trained; kind and value of the shape
 
 
@@ -147,7 +147,7 @@ def _is_recomputing() -> bool:
     """Whether activation checkpointing computes a forward pass again, inside a backward pass.
 
     A backward pass runs with gradients disabled and without hooks for saved tensors; recomputing enables gradients and
-    sets hooks. Autograd functions disable gradients in their forward pass, so that only the hooks show it there.
+    sets hooks. Autograd functions disable gradients in their forward pass, so there only the hooks show it.
     """
     if torch._C._current_graph_task_id() == -1:
         return False

@@ -54,7 +54,7 @@ class StepReport:
     learning_rate: float
     metrics: dict[str, float]
     own_seconds: float  # this rank's time until it first waited for the others
-    comm_seconds: float  # this rank's time of waiting for the others, not overlapped with its own computation
+    comm_seconds: float  # time that this rank waited for the others without computing
     waited: bool  # this rank's GPU finished before the host had launched the next step
 
     @property
@@ -79,7 +79,7 @@ class _Unread:
     """The numbers of a step while they are copied from the device."""
 
     step: int
-    own_step: int  # number of the group's own steps before it
+    own_step: int  # number of the group's steps before this step
     samples: int
     learning_rate: float
     names: list[str]

@@ -43,7 +43,7 @@ class OptimizerWrapper:
         not_for_muon: Collection[str] = (),
         on_host: StreamedUpdate | None = None,
     ) -> None:
-        """`own` creates the recipe's optimizer, or returns None for the one in the settings.
+        """`own` creates the recipe's optimizer, or returns None to use the optimizer in the settings.
 
         `on_host`: the parameters that are stored in host memory with their state.
         """

@@ -1,4 +1,4 @@
-"""Which group of weights a step trains: a pure function of the step number, so that a run resumes anywhere."""
+"""Determines which group of weights a step trains, from the step number alone, so a run can resume at any step."""
 
 from __future__ import annotations
 

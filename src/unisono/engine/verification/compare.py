@@ -226,13 +226,13 @@ def _weights(reference: RunRecord, other: RunRecord, limit: Tolerance) -> Iterat
         same_non_finite = ~a.isfinite() & ((a == b) | (a.isnan() & b.isnan()))
         gaps = torch.where(same_non_finite, 0.0, gaps).nan_to_num(nan=math.inf)
         is_same = bool((gaps <= limit.weight_floor * scale).all())
-        if not is_same:  # only then reads the optimizer's state
+        if not is_same:  # the optimizer's state is read only if it is needed
             is_same = bool((gaps <= limit.weight_floor * scale + reference.drift_of(name, limit.epsilon)).all())
         yield name, float((gaps / scale).max()), is_same
 
 
 def _pairs(first: list[float], second: list[float]) -> Iterator[tuple[float, float]]:
-    """Pairs of values; if one run has fewer, its missing values count as different."""
+    """Yields pairs of values; if one run has fewer values, the missing ones count as different."""
     for i in range(max(len(first), len(second))):
         yield (first[i] if i < len(first) else math.nan), (second[i] if i < len(second) else math.inf)
 

@@ -1,8 +1,9 @@
-"""Stores compiled code, so that a second start with the same model and shapes loads it instead of compiling again.
+"""Stores compiled code, so that a later start with the same model and shapes loads it instead of compiling again.
 
-torch caches compiled code by itself, but in a folder for temporary files, and its keys lack the attention kernels that
-are allowed: they are chosen during compilation, and a run with other kernels would silently get those of the first run.
-So each set of conditions has its own folder, in the user's cache folder, and `conditions.json` in it lists them.
+torch caches compiled code by itself, but in a folder for temporary files, and its cache keys do not include the allowed
+attention kernels. Kernels are chosen during compilation, so a run that allows others would silently use the kernels of
+the first run. Therefore each set of conditions has its own folder in the user's cache folder, in which
+`conditions.json` lists them.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def use_compile_cache() -> Path:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # torch executes what it finds there
         if not (folder / _FILE).exists():
             (folder / _FILE).write_text(conditions)
-    except OSError:  # a read-only home: torch's own folder, which we must not share between conditions
+    except OSError:  # the home folder is read-only, and torch's own folder must not be shared
         folder = _default_folder() / folder.name
     os.environ[_VARIABLE] = str(folder)  # torch reads it whenever it stores or looks up code
     return folder
@@ -67,7 +68,7 @@ def compile_conditions() -> dict[str, Any]:
         },
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "float32 products": torch.get_float32_matmul_precision(),
-        # See `disable_wrong_optimizations`: code from before it was disabled must not be used.
+        # See `disable_wrong_optimizations`: code that was compiled with this optimization must not be used.
         "mix_order_reduction": getattr(inductor.triton, "mix_order_reduction", None),
     }
     if torch.cuda.is_available():

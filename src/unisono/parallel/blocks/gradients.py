@@ -83,7 +83,7 @@ class HostGradients:
         return [self._norms[id(tensor)] if id(tensor) in self._norms else next(computed) for tensor in tensors]
 
     def forget(self) -> None:
-        """Prepares for the next step, or for repeating one that failed."""
+        """Prepares for the next step, or for repeating a failed step."""
         self._free += self._fetched.values()
         self._fetched.clear()
         self._norms.clear()

@@ -1,7 +1,7 @@
 """Starts to gather a block's weights while the block before it computes.
 
 FSDP gathers a block when the host reaches it. If the host is slower than the GPU, that is too late, and the GPU waits
-for the weights; so each block also starts the gathering of the next one. Backward needs no such help: FSDP itself
+for the weights; so each block also starts to gather the next block. Backward needs no such help: FSDP itself
 prefetches in the reverse of the order in which forward passes ran.
 """
 

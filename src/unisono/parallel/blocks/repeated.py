@@ -15,14 +15,14 @@ from unisono.parallel.blocks.compile_cache import use_compile_cache
 from unisono.parallel.blocks.selective import own_selective_class, store_expensive_results
 
 _COMPILATIONS = 64
-_MIN_FRACTION = 0.1  # of the weights: includes the layers of an encoder and of a decoder, but not a few small heads
+_MIN_FRACTION = 0.1  # minimum fraction of the weights: includes encoder and decoder layers, but not a few small heads
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """Returns the modules whose class is repeated in a list and holds a large fraction of the weights; may be empty."""
     families: dict[type, list[nn.Module]] = defaultdict(list)
     inside: set[nn.Module] = set()  # modules inside blocks: layers that a block repeats are not blocks themselves
-    for container in model.modules():  # outer ones first
+    for container in model.modules():  # outer containers first
         if container in inside or not isinstance(container, nn.ModuleList | nn.Sequential):
             continue
         by_class: dict[type, list[nn.Module]] = defaultdict(list)
@@ -44,8 +44,8 @@ def _num_weights(modules: Sequence[nn.Module]) -> int:
 def recompute_activations(block: nn.Module, *, selective: bool = False) -> None:
     """Makes `block` store only its input and recompute its activations in backward (activation checkpointing).
 
-    `selective`: it also stores what is expensive to recompute; see `selective.py`. Blocks with their own autograd
-    functions may have their own form for that.
+    With `selective`, the block also stores what is expensive to recompute; see `selective.py`. Blocks with their own
+    autograd functions may implement this themselves.
     """
     # Subclass the block's class: a wrapper module would rename the weights, and DataParallel's replicas would share a
     # patched instance.
@@ -61,11 +61,12 @@ def has_autograd_functions(
 ) -> None:
     """Declares that a class of blocks, or of layers in blocks, has autograd functions, which save tensors for backward.
 
-    If such a block is compiled together with its recomputation, the compiler keeps what they save, up to torch 2.11:
-    nine tenths of a Wan block's activations. So such blocks are compiled first and recomputed from outside.
+    If such a block is compiled together with its recomputation, the compiler (up to torch 2.11) keeps the tensors that
+    the functions save: nine tenths of a Wan block's activations. So such blocks are compiled first and recomputed from
+    outside.
 
     `selective(block, products=False)` returns a class for such a block that recomputes by itself what is cheap, or says
-    why there is none; with `products`, one that also recomputes matrix products whose results are large.
+    why there is none; with `products`, a class that also recomputes matrix products whose results are large.
     """
     kind._unisono_functions = True  # type: ignore[attr-defined]
     if selective is not None:

@@ -1,7 +1,7 @@
 """Decides which results of a block are stored if the rest is recomputed (selective activation checkpointing).
 
 Elementwise operations and norms take most of a block's memory and little of its time; attention and matrix products are
-the opposite. So the results of attention are stored, and of every second matrix product, as in torchtitan; everything
+the opposite. So the results of attention and of every second matrix product are stored, as in torchtitan; everything
 else is recomputed. Attention scores that a model computes itself, by batched products, are not stored: they grow with
 the square of the number of tokens.
 """
@@ -31,7 +31,7 @@ _STORED = frozenset(
 
 
 def store_expensive_results() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """The `context_fn` of torch's checkpoint(): contexts for the forward pass and for recomputing."""
+    """Implements the `context_fn` of torch's checkpoint(): returns contexts for forward and for recomputing."""
     num_products: Counter[bool] = Counter()  # by whether they are recomputed
 
     def policy(context: Any, operation: Any, *arguments: Any, **keywords: Any) -> CheckpointPolicy:

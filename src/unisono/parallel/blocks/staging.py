@@ -1,7 +1,7 @@
 """A block's weights in host memory, and the device buffers (slots) that they are copied to before a block computes.
 
 The weights of a block form one flat buffer, so that a block is one copy whatever its data types. The host's copy is the
-only permanent one. Frozen weights never change; trained ones are changed on the host by the optimizer step.
+only permanent one. Frozen weights never change; the optimizer step changes trained weights on the host.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class HostWeights:
             parameter.data = view
 
     def put_back(self) -> None:
-        """Makes the block's parameters those in host memory."""
+        """Makes the block's parameters refer to the weights in host memory again."""
         for (module, name), parameter, view in zip(self.owners, self.parameters, self.memory.views, strict=True):
             module._parameters[name] = parameter
             parameter.data = view

@@ -22,7 +22,7 @@ from unisono.parallel.blocks.staging import HostWeights, Slot
 from unisono.parallel.blocks.swap import BlockSwap
 
 _PART_BYTES = 64 * 2**20
-"""Size of the weights of a part; a larger weight is a part of its own."""
+"""Maximum size of a part's weights, in bytes; a larger weight forms its own part."""
 _NUM_BUFFERS = 3  # one is copied in, one is updated, one is copied out
 
 States = Any  # the optimizer's state: a mapping from weights to mappings from names to tensors
@@ -163,7 +163,7 @@ class StreamedUpdate:
         jobs = [(part, self._ranges(part, with_average, with_state)) for part in self._parts]
         size = max(_end_of(ranges) for _, ranges in jobs)
         buffers = [Slot(size, self.device) for _ in range(min(_NUM_BUFFERS, len(jobs)))]
-        self._transfers.finish()  # of the gradients
+        self._transfers.finish()  # the gradients must be in host memory
 
         def start(number: int) -> None:
             if number < len(jobs):
@@ -220,7 +220,7 @@ def _attached(part: _Part, views: dict[str, list[Tensor]], states: States) -> It
 
 
 def _divided(weights: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """Ranges (first, last + 1) of consecutive weights of limited size."""
+    """Returns the ranges (first, last + 1) of consecutive weights of limited size."""
     borders, size = [0], 0
     for number, weight in enumerate(weights):
         if size and size + weight.nbytes > _PART_BYTES:

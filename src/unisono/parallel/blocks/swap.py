@@ -9,7 +9,7 @@ stream, and overlaps with the blocks in between. Backward reads the weights in r
 
 Two mechanisms make this correct whatever the order of blocks:
 - A slot is overwritten only if no tensor refers to its memory, by the reference count of its storage. If every slot is
-  referenced, a new slot is added: the result is right, at the price of memory.
+  referenced, a new slot is added, which takes memory but keeps the result correct.
 - So that the autograd graph does not refer to slots, `saved_tensors_hooks` replace a saved weight by its position.
   Backward gets the weight from whichever slot holds the block then, or copies it there first.
 """
@@ -57,7 +57,7 @@ class BlockSwap:
     ) -> None:
         """Moves the frozen weights of `blocks` to (page-locked) host memory; the weights must not be on meta.
 
-        `trained`: the trained weights too.
+        With `trained`, also moves the trained weights.
         """
         self._device, self.transfers = device, transfers_to(device)
         owners = movable_owners(model, blocks, trained=trained)
@@ -67,7 +67,7 @@ class BlockSwap:
         """The gradients of the swapped blocks, if their weights are trained."""
         self._slot_bytes = max(host.num_bytes for host in self._hosts)
         self._slots = [Slot(self._slot_bytes, device) for _ in range(min(NUM_SLOTS, len(blocks)))]
-        self._depth = [0] * len(blocks)  # number of calls of each block that are under way
+        self._depth = [0] * len(blocks)  # number of calls of each block that are in progress
         self._uses = 0
         self._position: tuple[_Use | None, _Use | None] = (None, None)  # the previous use, and the current one
         self._next: dict[tuple[_Use | None, _Use | None], _Use] = {}  # what followed a position last time
@@ -276,7 +276,7 @@ class BlockSwap:
 
 
 def movable_owners(model: nn.Module, blocks: Sequence[nn.Module], *, trained: bool) -> dict[nn.Module, list[Owner]]:
-    """Returns the frozen weights of each block that can be stored in host memory; `trained`: also the trained ones.
+    """Returns the weights of each block that can be stored in host memory: the frozen, and with `trained` all weights.
 
     Excludes tensor subclasses, and weights that anything else uses too: other blocks, other parts of the model.
     """
