@@ -19,7 +19,7 @@ from unisono.plain_files import open_regular
 log = logging.getLogger(__name__)
 
 MAX_PENDING = 10_000
-"""Maximum number of records that wait in memory. When it is exceeded, the oldest are dropped."""
+"""Maximum number of records that wait in memory. If there are more, the oldest records are dropped."""
 
 
 class AppendOnlyFile:

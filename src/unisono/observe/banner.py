@@ -13,7 +13,7 @@ def banner(lines: Mapping[str, str], title: str) -> str:
     indent = max((len(key) for key in lines), default=0) + 3
     rows: list[str] = []
     for key, value in lines.items():
-        # Breaks only at spaces, so that paths and lists of devices can be copied.
+        # Break only at spaces, so that paths and lists of devices can be copied.
         parts = [
             part
             for line in value.splitlines() or [""]

@@ -14,7 +14,7 @@ _ENDLESS = 10**8  # a run with more steps than this ends when the user's own loo
 
 
 class Forecast:
-    """Measures the first steps of a run, without the very first, which compiles, allocates and prefetches."""
+    """Measures the first steps of a run, except the very first one, which compiles, allocates and prefetches."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -2,7 +2,7 @@
 
 The locks are made with flock, so the kernel releases them when their process ends. The launcher acquires them
 exclusively and then shares them with rank 0. The folder stays locked while either of them is alive: between two
-attempts only the launcher is alive, and after the launcher was killed a rank may live for a moment.
+attempts only the launcher is alive, and after the launcher was killed a rank may still run for a moment.
 
 Both the folder and the file `.lock` in it are locked, because NFS locks folders only within one machine. A folder that
 does not exist yet is created for the lock, and removed again if it is still empty at the end.
@@ -61,7 +61,7 @@ class FolderLock:
             raise UserError(f"another run is writing to {self.path}; wait for it, or choose another output_dir")
 
     def share(self, wait_s: float = _WAIT_S) -> None:
-        """Acquires the lock together with the launcher of this run, which has acquired it before."""
+        """Acquires the lock that the launcher of this run already holds, so that both hold it."""
         self._shares = True
         if not self.is_held and not self._take(fcntl.LOCK_SH, wait_s):
             raise UserError(f"another run has locked {self.path}; choose another output_dir")
@@ -72,7 +72,7 @@ class FolderLock:
             before_exit.remove(self.release)
         is_owner = os.getpid() == self._owner  # a forked process inherits the lock and must not release it
         if self.is_held and is_owner and not self._shares:
-            # Removes these before it releases the lock, so that no other run can be using the folder.
+            # Remove these before releasing the lock, so that no other run can be using the folder.
             with suppress(OSError):
                 if (self.path / LOCK).lstat().st_size == 0:
                     (self.path / LOCK).unlink()

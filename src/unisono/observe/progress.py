@@ -70,7 +70,7 @@ class Advance:
         self._line: StatusLine | None = None if sink else status_line()
         self._done, self._note = 0.0, ""
         self._started = time.monotonic()
-        # Contains (time, done) about once per second for the last minute, from which the rate is computed.
+        # (time, done) pairs, about one per second for the last minute, from which the rate is computed.
         self._history: deque[tuple[float, float]] = deque([(self._started, 0.0)], maxlen=60)
         self._lock, self._over = Lock(), Event()
         self._thread: Thread | None = None

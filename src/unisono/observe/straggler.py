@@ -17,7 +17,7 @@ SLOWER = 1.2
 INTERVALS = 3
 """Number of consecutive logged intervals for which a rank must be slow to be a straggler."""
 STEADY_S = 3.0
-"""Number of seconds for which it must be slow as well, because an interval may last only a few milliseconds."""
+"""Number of seconds for which a rank must also be slow, because an interval may last only a few milliseconds."""
 EVERY_S = 60.0
 """Seconds between two reports."""
 _NOISE_MS = 1.0  # milliseconds; smaller differences are ignored

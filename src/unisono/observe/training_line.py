@@ -26,7 +26,7 @@ class TrainingLine:
         self._enabled = enabled
         self._numbers: dict[str, Any] = {}
         self._drawn_at = 0.0
-        # Contains (time, step) about once per second for the last half minute, from which the speed is computed.
+        # (time, step) pairs, about one per second for the last half minute, from which the speed is computed.
         self._history: deque[tuple[float, int]] = deque(maxlen=30)
 
     def step(self, step: int) -> None:
@@ -85,7 +85,7 @@ class TrainingLine:
         """Returns the parts of the line, the most important ones first."""
         numbers = self._numbers
         shown = [f"step {numbers['step']}/{self.total}"]
-        # Steps that train different groups of weights have different losses: shows the newest loss of each group.
+        # Steps that train different groups of weights have different losses: show the newest loss of each group.
         of_groups = [name for name in numbers if name.endswith("/loss")] if numbers.get("group") else []
         for name in of_groups or ["loss"]:
             if (loss := numbers.get(name)) is not None:

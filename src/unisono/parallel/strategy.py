@@ -252,7 +252,8 @@ class Strategy(ABC):
     def as_stored(self, name: str, local: Tensor, *, by_rows: bool | None = None) -> Tensor:
         """Returns a tensor that belongs to weight `name`, as a checkpoint stores it.
 
-        `by_rows`: whether it has a row for each of this rank's rows of the weight; by default, if the shapes are equal.
+        `by_rows`: whether the tensor has a row for each of this rank's rows of the weight; by default, it does if the
+        shapes are equal.
         """
         return local
 

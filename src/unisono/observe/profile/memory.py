@@ -1,4 +1,4 @@
-"""Computes memory over time from a trace, and the blocks that were allocated when it was highest."""
+"""Computes memory over time from a trace, and the blocks that were allocated at its peak."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MOST_BLOCKS = 20
 
 
 def memory_over_time(trace: Trace, *, on_device: bool) -> dict[str, Any]:
-    """Returns the points of the curve, its peak, the largest blocks at the peak, and the steps and phases in time.
+    """Returns the points of the curve, its peak, the largest blocks at the peak, and the times of steps and phases.
 
     On a GPU the curve is all memory that torch has allocated there. On the CPU torch counts only what it has seen since
     the profile began, so the curve is the change since then. Times are in milliseconds since the first step.
@@ -80,7 +80,7 @@ def _blocks(trace: Trace, changes: list[Allocation], origin: float) -> list[dict
 
 
 def _thinned(points: list[tuple[float, int]]) -> list[list[float]]:
-    """Returns at most about MOST_POINTS points: of each group of neighbours, the lowest and the highest."""
+    """Reduces the curve to about MOST_POINTS points: the lowest and the highest of each group of neighbours."""
     size = -(-len(points) // (MOST_POINTS // 2))
     if size <= 2:
         return [[round(time, 4), level] for time, level in points]

@@ -20,7 +20,7 @@ _COLOURS = {
 
 
 def waits_picture(ranks: Sequence[Mapping[str, Any]]) -> str:
-    """Draws one bar per rank whose parts are the mean step of that rank, on the host, and on the device if any."""
+    """Draws one bar per rank with the parts of its mean step, on the host and, if there is one, on the device."""
     shown = ranks[:MOST_RANKS]
     longest = max((rank["step_ms"] for rank in shown), default=0.0) or 1.0
     parts, y = [], 26.0

@@ -44,7 +44,7 @@ class ProfileSession:
             self._history.start()
 
     def stop(self) -> None:
-        """Stops the profiler, after the GPU has finished what the last step has launched."""
+        """Stops the profiler, after the GPU has finished the kernels of the last step."""
         if not self._running:
             return
         self._running = False

@@ -1,4 +1,4 @@
-"""Combines the tables of a profile into its summary, and writes that as text."""
+"""Combines the tables of a profile into its summary, and formats the summary as text."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def wait_rows(ranks: Sequence[Mapping[str, Any]], key: str, names: Sequence[str]
 
 
 def operator_heads(content: Mapping[str, Any]) -> list[str]:
-    """Returns the heads of the table of operators; without a device it has no columns for one."""
+    """Returns the column headings of the table of operators; without a device, it has no device columns."""
     on_device = ["own device ms", "share"] if content["kernels"] else []
     return ["operator", "calls", *on_device, "own CPU ms", "share"]
 

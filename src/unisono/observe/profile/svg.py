@@ -55,7 +55,7 @@ def legend(x: float, y: float, names: Sequence[tuple[str, int]], width: float) -
 
 
 def picture(width: float, height: float, parts: Sequence[str], description: str) -> str:
-    """Returns the whole file."""
+    """Returns the content of the SVG file."""
     size = f'width="{width:.0f}" height="{height:.0f}" viewBox="0 0 {width:.0f} {height:.0f}"'
     label = f'role="img" aria-label="{_plain(description, 300)}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} {label}>'

@@ -97,13 +97,13 @@ def attribution_notes(trace: Trace) -> list[str]:
     if in_graphs:
         notes.append(
             f"{in_graphs / total:.0%} of the device time was replayed from a CUDA graph. The table of kernels contains "
-            "it, the table of operators cannot: a replay has kernels, but no operators. Profile without cuda_graph to "
-            "see the operators."
+            "this time, but the table of operators cannot, because a replay has kernels and no operators. Profile "
+            "without cuda_graph to see the operators."
         )
     if without / total > 0.01:
         notes.append(
             f"{without / total:.0%} of the device time belongs to kernels that no operator launched, for instance "
-            "compiled ones (triton_…). The table of kernels contains it, the table of operators does not."
+            "compiled ones (triton_…). The table of kernels contains this time, the table of operators does not."
         )
     return notes
 

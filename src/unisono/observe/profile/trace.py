@@ -44,7 +44,7 @@ class Allocation(NamedTuple):
     thread: Any
     address: int
     num_bytes: int
-    total: int  # allocated by then on this device, according to torch
+    total: int  # bytes allocated on this device at that time, according to torch
 
 
 class Point(NamedTuple):
@@ -79,7 +79,7 @@ class Trace:
 
 
 def read_trace(content: Mapping[str, Any], device: str = "cpu") -> Trace:
-    """Reads the content of a Chrome trace; `device` is the type of the device whose memory counts, cpu or cuda."""
+    """Reads the content of a Chrome trace; `device` is the type of device whose memory is read, cpu or cuda."""
     trace, device_type = Trace(), 1 if device == "cuda" else 0
     for event in content.get("traceEvents", ()):
         category, phase = event.get("cat"), event.get("ph")

@@ -73,7 +73,7 @@ def unique_names(folders: Sequence[Path]) -> list[str]:
 
 
 def _overview(runs: Sequence[Run], names: Sequence[str]) -> tuple[list[str], list[list[str]]]:
-    """Returns the heads and rows of a table with a row per run."""
+    """Returns the column headings and the rows of a table with one row per run."""
     headlines = [name for name in _metrics_of(runs) if name.startswith("eval/")][:3]
     heads = ["run", "status", "steps", "training time", "ranks", "loss", *headlines, "samples/s", "faults survived"]
     rows = []

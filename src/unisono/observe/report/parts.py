@@ -75,7 +75,7 @@ def tiles(run: Run) -> list[tuple[str, str, str]]:
     for group in trained_in_turn(metrics.series) or [""]:
         loss = metrics.series.get(f"{group}/loss" if group else "loss")
         if loss is not None and loss.count:
-            # Shows the same number as the chart's legend.
+            # Show the same number as the chart's legend.
             points, smoothed = (loss.trend(), ", smoothed") if is_smoothed(loss) else (loss.points(), "")
             more = f"from {format_number(points[0][1], 3)}, lowest logged {format_number(loss.lowest, 3)}"
             of_group = f" of {group}" if group else ""

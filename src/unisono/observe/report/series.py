@@ -53,7 +53,7 @@ class Series:
         self._limit = max((limit - 2) // 2, 2)  # a bucket has two points; the first and the last value are separate
         self._buckets: list[_Bucket] = []
         self._stride = 1
-        # Collects values in lists first, because adding a million values to buckets one by one would take a minute.
+        # Collect values in lists first, because adding a million values to buckets one by one would take a minute.
         self._xs: list[float] = []
         self._ys: list[float] = []
         self._ends: list[Point] = []

@@ -1,4 +1,4 @@
-"""Sorts the settings of a run for the report: changed ones, the recipe's own, and those with their default value."""
+"""Groups the settings of a run for the report: changed settings, the recipe's own, and settings at their defaults."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ class Timeline:
         return f"{saved}{size}, in {seconds} s on average."
 
     def _count_fault(self, kind: str, event: Mapping[str, Any]) -> None:
-        """Counts a kill, which is visible as two starts without an end of the first one between them."""
+        """Counts a kill, which shows as two starts without an end event between them."""
         if kind not in _BEGINS:
             return
         if self.status in _BEGINS:

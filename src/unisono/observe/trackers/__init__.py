@@ -1,1 +1,1 @@
-"""Sends what the run folder records to experiment trackers."""
+"""Sends the records of the run folder to experiment trackers."""

@@ -14,7 +14,7 @@ from unisono.observe.folder import EVENTS, RUN
 from unisono.observe.trackers.tracker import EVERYTHING, TrackedRun, Tracker
 
 _ID_TAG, _STATUS_TAG = "unisono.run", "unisono.status"
-_MOST_PARAMS, _MOST_METRICS, _LONGEST = 100, 1000, 500  # MLflow's limits of one request
+_MOST_PARAMS, _MOST_METRICS, _LONGEST = 100, 1000, 500  # MLflow's limits for one request
 _STATES = {"done": "FINISHED", "stopped": "KILLED"}
 _NOT_ALLOWED = re.compile(r"[^\w\-. /]")  # in the name of a metric or parameter
 

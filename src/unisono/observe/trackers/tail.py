@@ -13,7 +13,7 @@ _CHUNK = 4 * 2**20  # bytes read at once, so that a long file does not fill the 
 
 
 class Tail:
-    """Reads new records of a file. Begins again if the file became shorter or was replaced, as on a rewind."""
+    """Reads new records of a file. Begins again if the file was shortened or replaced, as when a run resumes."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._position, self._inode = path, 0, -1

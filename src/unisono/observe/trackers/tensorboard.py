@@ -54,7 +54,7 @@ class TensorBoardTracker:
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Records every number among `values` at `step`."""
         numbers = {name: value for name, value in values.items() if isinstance(value, int | float) and name != "step"}
-        # Writes a single event, because an event per number would take milliseconds at every logged step.
+        # Write a single event, because an event per number would take milliseconds at every logged step.
         scalars = [self._summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
         self._add(step=step, summary=self._summary(value=scalars))
 

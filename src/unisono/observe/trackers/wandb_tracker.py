@@ -31,7 +31,7 @@ _PRIVATE = {
 
 
 class WandbTracker(Tracker):
-    """One W&B run for all starts of a run, under the run's own id."""
+    """Uses one W&B run for all starts of a run, under the run's own id."""
 
     def open(self, run: TrackedRun) -> int | None:
         """Starts or resumes the W&B run; returns its last step."""
@@ -45,7 +45,7 @@ class WandbTracker(Tracker):
         except wandb.errors.CommError as error:
             if offline:
                 raise
-            self.say(f"no connection ({error}); writing to {run.folder / 'wandb'}: wandb sync uploads it later")
+            self.say(f"no connection ({error}); writing to {run.folder / 'wandb'}; upload it later with wandb sync")
             offline = True
             wandb.teardown()  # otherwise the id of the run is still in use
             self._run = self._init(run, offline)
@@ -59,7 +59,7 @@ class WandbTracker(Tracker):
         if run.offline or mode != "online":
             return True
         if not self._has_key():
-            self.say(f"no API key, so it writes to {run.folder / 'wandb'}; wandb login, then wandb sync, uploads it")
+            self.say(f"no API key; writing to {run.folder / 'wandb'}; to upload it, run wandb login and wandb sync")
             return True
         return False
 
@@ -107,7 +107,7 @@ class WandbTracker(Tracker):
         self._run.summary.update({f"events/{kind}": count for kind, count in self._events.items()})
 
     def close(self, status: str) -> None:
-        """Uploads the events and ends the W&B run; a stopped one can be resumed."""
+        """Uploads the events and ends the W&B run; a stopped run can be resumed."""
         self._run.summary.update({"status": status})
         self._run.save(str(self._folder / EVENTS), base_path=str(self._folder), policy="now")
         if status == "stopped":

@@ -1,4 +1,4 @@
-"""Draws a curve with characters: eight dots per cell in braille, or an asterisk where that cannot be shown."""
+"""Draws a curve with characters: eight dots per cell in braille, or an asterisk where braille cannot be shown."""
 
 from __future__ import annotations
 

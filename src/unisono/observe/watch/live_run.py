@@ -22,7 +22,7 @@ from unisono.observe.watch.ranks import Rank, RankReader
 MOST_POINTS = 400
 """Maximum number of points of a curve."""
 _SPEED_OVER_S = 30.0
-_CLOCK_EVERY = 500  # records between two looks at the clock
+_CLOCK_EVERY = 500  # number of records between two checks of the time
 
 
 class LiveRun:
@@ -32,7 +32,7 @@ class LiveRun:
         self.folder, self._clock = folder, clock
         self.ranks: list[Rank] = []
         self.is_gone = False
-        """Whether the folder no longer contains a run. The last numbers stay."""
+        """Whether the folder no longer contains a run. The last numbers are kept."""
         self.version = 0
         """Increases whenever a metric or an event was read."""
         self._metrics, self._timeline = Metrics(MOST_POINTS), Timeline()
@@ -41,7 +41,7 @@ class LiveRun:
         self._record: dict[str, Any] = {}
         self._record_version: tuple[int, int] | None = None
         self._running = False
-        self._steps: deque[tuple[float, int]] = deque()  # (time, step) of the last half minute, for the speed
+        self._steps: deque[tuple[float, int]] = deque()  # (time, step) of the last half minute, to compute the speed
 
     def update(self, budget_s: float = 0.3) -> None:
         """Reads what is new, for about `budget_s` seconds; a huge file is read in several updates."""
@@ -60,7 +60,7 @@ class LiveRun:
 
     @property
     def run(self) -> Run:
-        """The run in the form of which the report is made."""
+        """The run in the form that the report reads."""
         damaged = {
             METRICS: self._metrics_file.damaged + self._metrics.damaged,
             EVENTS: self._events_file.damaged + self._timeline.damaged,
@@ -138,7 +138,7 @@ class LiveRun:
         if version != self._record_version:
             try:
                 self._record = read_record(self.folder)
-            except UserError:  # it is damaged, or was removed just now: the last content stays
+            except UserError:  # damaged, or removed just now: keep the last content
                 self.is_gone = not self._record
                 return
             self._record_version, self.version = version, self.version + 1

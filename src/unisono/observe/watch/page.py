@@ -1,4 +1,4 @@
-"""The live page: the parts of a run, or the list of all runs, as HTML that the browser replaces where it changed."""
+"""The live page: the parts of a run, or the list of all runs, as HTML; the browser replaces only changed parts."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ MOST_ROWS = 64
 
 @dataclass(frozen=True)
 class RankRow:
-    """One rank, ready to be shown; empty texts are unknown."""
+    """The values of one rank as text; unknown values are empty."""
 
     rank: int
     phase: str
@@ -47,7 +47,7 @@ COLUMNS = (
 
 
 def rank_rows(ranks: Sequence[Rank], most: int = MOST_ROWS) -> tuple[list[RankRow], int]:
-    """Returns at most `most` rows in order of rank, those with a problem in any case, and the number of other ranks."""
+    """Returns at most `most` rows in order of rank, preferring ranks with a problem, and the number of other ranks."""
     chosen = sorted(ranks, key=lambda rank: (not rank.problem, rank.rank))[:most]
     several_hosts = len({rank.host for rank in ranks}) > 1
     rows = [_row(rank, several_hosts) for rank in sorted(chosen, key=lambda rank: rank.rank)]

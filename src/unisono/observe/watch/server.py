@@ -136,7 +136,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self._refuse(
                 HTTPStatus.FORBIDDEN, "Open the address that unisono watch has printed; it contains the token."
             )
-        if self.token and "token" in query:  # out of the address, so that it is not in the history or a screenshot
+        if self.token and "token" in query:  # keep it out of the history and of screenshots
             return self._send(HTTPStatus.SEE_OTHER, b"", "text/plain", Location="./", **self._cookie())
         if address.path in ("/", "/run"):
             page = self.site.page(address.path, name)
@@ -160,7 +160,7 @@ class _Handler(BaseHTTPRequestHandler):
         )
 
     def _cookie_name(self) -> str:
-        return f"unisono_{self.connection.getsockname()[1]}"  # cookies do not know ports
+        return f"unisono_{self.connection.getsockname()[1]}"  # cookies do not distinguish ports
 
     def _cookie(self) -> dict[str, str]:
         return {"Set-Cookie": f"{self._cookie_name()}={self.token}; HttpOnly; SameSite=Lax; Path=/"}

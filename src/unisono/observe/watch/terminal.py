@@ -103,7 +103,7 @@ class Screen:
         return Group(runs, keys, self.details(self._runs.by_name[self._selected], height - most - 4))
 
     def list_of_runs(self, most: int, selected: int | None = None) -> RenderableType:
-        """Returns a line per run; with more than `most`, those around the selected one."""
+        """Returns a line per run; with more than `most` runs, only the lines around the selected run."""
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), expand=False)
         for column in ("run", "state", "step", "loss", "left", "ranks"):
             table.add_column(column, no_wrap=True, header_style="dim", justify="left")
@@ -126,7 +126,7 @@ class Screen:
         return Group(table, Text(f"… {hidden} more", style="dim")) if hidden > 0 else table
 
     def details(self, run: LiveRun, height: int) -> RenderableType:
-        """One run in at most `height` lines."""
+        """Draws one run in at most `height` lines."""
         width, record = self._console.width, run.run
         state, sentence = run.state
         title = Text.assemble(
