@@ -15,8 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from command_line import TESTS, end, start, wait_until
 from ranks import run_ranks
 from shards import content, write_shards
+from shards_recipe import recorded
 from unisono.data.loader import Cursor, Loader
 from unisono.data.order import Order
 from unisono.data.windows import windows_of
@@ -36,6 +38,7 @@ class Server(ThreadingHTTPServer):
     folder: Path
     sent = 0
     requests: list[str]
+    down = False
     delay = 0.0  # seconds before an answer
     cut = 0  # number of answers that will be shorter than announced
 
@@ -64,6 +67,9 @@ class Handler(BaseHTTPRequestHandler):
             first, _, last = span.removeprefix("bytes=").partition("-")
             start, stop = int(first), min(int(last) + 1 if last else len(data), len(data))
         time.sleep(self.server.delay)
+        if self.server.down:
+            self.close_connection = True
+            return
         self.send_response(206 if span else 200)
         if span:
             self.send_header("Content-Range", f"bytes {start}-{stop - 1}/{len(data)}")
@@ -189,7 +195,44 @@ def test_announced_samples_are_fetched_at_the_same_time(server: Server, tmp_path
     assert int(data[order[4]]["cls"]) == order[4] and int(data[order[5]]["cls"]) == order[5]
 
 
-def test_a_connection_that_breaks_is_an_error_and_leaves_no_half_file(server: Server, tmp_path: Path) -> None:
+def test_a_run_outlasts_a_server_that_is_down_for_a_while(tmp_path: Path) -> None:
+    write_shards(tmp_path / "shards", SIZES)
+    (tmp_path / "record").mkdir()
+
+    def serving(port: int) -> Server:
+        server = Server(("127.0.0.1", port), Handler)
+        server.folder, server.requests, server.delay = tmp_path / "shards", [], 0.05
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        return server
+
+    server = serving(0)
+    port = server.server_port
+    words = [
+        *("train", f"{TESTS / 'shards_recipe.py'}:OnShards", "--shards", f"http://127.0.0.1:{port}/{{000..003}}.tar"),
+        *("--index_dir", tmp_path / "index", "--record", tmp_path / "record", "--output_dir", tmp_path / "run"),
+        *("--nproc", 2, "--global_batch_size", 10, "--batch_size", 5, "--max_steps", 60, "--seed", 3),
+    ]
+    run = start(["-m", "unisono", *words], cwd=tmp_path, LAUNCH="0")
+    indexed = sum(SIZES) + 40
+    wait_until(lambda: len(server.requests) > indexed, "samples are read")
+    server.down = True  # closes every connection, old and new ones
+    server.shutdown()
+    server.server_close()
+    time.sleep(3.0)
+    again = serving(port)
+    ended = end(run)
+    again.shutdown()
+    again.server_close()
+    assert ended.code == 0, ended.err
+    assert "trying again for up to 120 s" in ended.err and "restart" not in ended.err
+    stream = [number for step in recorded(tmp_path / "record") for number in step]
+    assert stream == Order(SIZE, 3).indices(np.arange(600)).tolist()
+
+
+def test_a_connection_that_breaks_is_an_error_and_leaves_no_half_file(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("unisono.datasets.sources._PATIENCE_S", 0.5)
     data = shards(server, tmp_path, cache_dir=tmp_path / "cache")
     for copy in (tmp_path / "cache").glob("*.file"):
         copy.unlink()

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import math
 import os
 import stat
+import sys
 import threading
+import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from io import FileIO
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
 from unisono.errors import UserError
 from unisono.plain_files import open_regular
 
+T = TypeVar("T")
+
 _OPEN_FILES = 64  # per process
 _THREADS = 16  # that examine remote files at the same time
+_PATIENCE_S, _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 120.0, 0.25, 10.0  # for a server that cannot be reached
+_PERMANENT = (UserError, FileNotFoundError, PermissionError, IsADirectoryError, ImportError, TypeError, ValueError)
 _STAMPS = ("ETag", "etag", "generation", "md5Hash", "sha256", "blob_id", "LastModified", "Last-Modified", "mtime")
 
 
@@ -101,6 +108,14 @@ def _examined(url: str, system: Any) -> Source:
     return Source(url, int(info["size"]), stamp)
 
 
+def is_transient(error: Exception) -> bool:
+    """Whether a request may succeed later: the server cannot be reached, or is overloaded."""
+    status = getattr(error, "status", None) or getattr(error, "code", None)
+    if isinstance(status, int) and 400 <= status < 500:
+        return status in (408, 429)
+    return not isinstance(error, _PERMANENT)
+
+
 @dataclass(eq=False)
 class RangeReader:
     """Reads ranges of bytes. Keeps files open; can be pickled, and used by several threads."""
@@ -112,6 +127,7 @@ class RangeReader:
         self._lock = threading.Lock()
         self._files: OrderedDict[str, FileIO] = OrderedDict()
         self._systems: dict[tuple[int, str], Any] = {}
+        self._reported = -math.inf
 
     def read(self, source: Source, start: int, count: int) -> bytes:
         """Returns `count` bytes from `start`, or fewer at the end of the file; OSError if it cannot be read."""
@@ -122,6 +138,9 @@ class RangeReader:
             return read_exactly(file, start, stop - start) if stop > start >= 0 else b""
         if stop <= start:
             return b""
+        return self._patiently(source, lambda: self._fetched(source, start, stop))
+
+    def _fetched(self, source: Source, start: int, stop: int) -> bytes:
         data: bytes = self._system(source.url).cat_file(source.url, start=start, end=stop)
         if len(data) != stop - start:
             raise OSError(f"{source.name}: {stop - start} bytes from {start} on are expected, and {len(data)} arrived")
@@ -134,7 +153,30 @@ class RangeReader:
 
     def download(self, source: Source, path: str) -> None:
         """Copies a remote file to a new local one."""
-        self._system(source.url).get_file(source.url, path)
+        self._patiently(source, lambda: self._system(source.url).get_file(source.url, path))
+
+    def _patiently(self, source: Source, work: Callable[[], T]) -> T:
+        """Tries again, with growing pauses, while a server cannot be reached."""
+        started, pause = time.monotonic(), _FIRST_PAUSE_S
+        while True:
+            try:
+                return work()
+            except Exception as error:  # every file system of fsspec raises others
+                if not is_transient(error) or time.monotonic() - started > _PATIENCE_S:
+                    raise
+                if pause == _FIRST_PAUSE_S and self._may_report():
+                    text = f"{source.name}: {type(error).__name__}; trying again for up to {_PATIENCE_S:.0f} s"
+                    print(f"unisono: {text}", file=sys.stderr, flush=True)
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+            with self._lock:
+                self._systems = {}  # connects anew
+
+    def _may_report(self) -> bool:
+        """Whether the last message was so long ago that this is another outage."""
+        with self._lock:
+            before, self._reported = self._reported, time.monotonic()
+        return time.monotonic() - before > _PATIENCE_S
 
     def _open(self, source: Source) -> FileIO:
         with self._lock:

@@ -7,7 +7,6 @@ The cache of latents then reads each image or video once, as one range of bytes,
 from __future__ import annotations
 
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -38,7 +37,7 @@ _CAPTIONS = ("txt", "json")
 _KEYS = ("caption", "text", "prompt")  # of a caption in JSON
 _MOST_BYTES, _MOST_CHARACTERS = 2**20, 65_536
 _AHEAD = 2**18  # bytes that indexing reads at a time from remote shards
-_THREADS, _ATTEMPTS, _PAUSE_S = 16, 3, 1.0
+_THREADS = 16  # that read captions
 
 
 @dataclass(frozen=True)
@@ -186,17 +185,12 @@ def _checked(text: str) -> tuple[str, str]:
 
 
 def _read(reader: files.RangeReader, shard: files.Source, start: int, size: int) -> bytes:
-    """Reads from a shard; tries again if a server fails for a moment."""
-    for attempt in range(_ATTEMPTS):
-        try:
-            data = reader.read(shard, start, size)
-            if len(data) != size:
-                raise UserError(f"{shard.name} has changed: it is shorter than in the index")
-            return data
-        except UserError:
-            raise
-        except Exception as error:  # every file system of fsspec raises others
-            if attempt == _ATTEMPTS - 1 or not shard.is_remote:
-                raise UserError(f"{shard.name} cannot be read ({type(error).__name__})") from error
-            time.sleep(_PAUSE_S * 2**attempt)
-    raise AssertionError("unreachable")
+    try:
+        data = reader.read(shard, start, size)
+    except UserError:
+        raise
+    except Exception as error:  # every file system of fsspec raises others
+        raise UserError(f"{shard.name} cannot be read ({type(error).__name__})") from error
+    if len(data) != size:
+        raise UserError(f"{shard.name} has changed: it is shorter than in the index")
+    return data
