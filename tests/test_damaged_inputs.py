@@ -16,6 +16,8 @@ import pytest
 from shards import write_shards
 from unisono.datasets import Files, TarShards
 from unisono.errors import ConfigError, UserError
+from unisono.observe.watch.folder_of_runs import Runs
+from unisono.observe.watch.terminal import show_once
 from unisono.recipes.clips.data.feature_files import FeatureFile
 from unisono.recipes.common.bad_files import BadMedia
 from unisono.recipes.seo.site.analysis import analyse
@@ -145,6 +147,20 @@ def test_an_index_of_weights_that_lists_nothing_is_one_line(tmp_path: Path) -> N
     (tmp_path / "diffusion_pytorch_model.safetensors.index.json").write_text('{"weight_map": {}}')
     with pytest.raises(ConfigError, match="lists no weights"):
         weight_files(tmp_path)
+    (tmp_path / "diffusion_pytorch_model.safetensors.index.json").write_text('{"weight_map": {"a": "b\\nc"}}')
+    with pytest.raises(ConfigError, match="lacks b c; copy") as error:
+        weight_files(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.timeout(60)
+def test_watching_once_ends_although_the_last_line_is_incomplete(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.json").write_text('{"recipe": "Made"}')
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5}\n{"step": 2, "lo')
+    show_once(Runs([tmp_path]))
+    assert "Made" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

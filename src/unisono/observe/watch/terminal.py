@@ -43,9 +43,13 @@ _LIST_ROWS = 12
 
 def show_once(runs: Runs) -> None:
     """Prints the current state of all runs."""
-    runs.update()
-    while any(run.fraction_read < 1 for run in runs.by_name.values()):  # a huge metrics.jsonl is read in pieces
+    read: list[float] = []
+    while True:
         runs.update()
+        before, read = read, [run.fraction_read for run in runs.by_name.values()]
+        # A huge metrics.jsonl is read in pieces. A last line that is incomplete is never read.
+        if read == before or all(fraction == 1 for fraction in read):
+            break
     console = Console(highlight=False)
     screen = Screen(runs, console)
     if not runs.is_one_run:

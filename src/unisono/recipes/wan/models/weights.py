@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from unisono.checkpoint.pickles import how_to_convert, is_pickle
 from unisono.checkpoint.tensor_file import BadTensorFile, TensorFile
 from unisono.errors import ConfigError
+from unisono.formatting import printable
 from unisono.recipes.wan.models.scaled_weights import check_formats, num_per_row, scaled, split_names
 from unisono.recipes.wan.models.weight_names import (
     MAGNITUDE,
@@ -193,7 +194,8 @@ def _indexed(index: Path) -> list[Path]:
     files = [index.parent / name for name in sorted(names)]
     missing = [file.name for file in files if not file.is_file()]
     if missing:
-        raise ConfigError(f"{index.parent} lacks {', '.join(missing[:3])}; copy or download it again")
+        names_of_few = printable(", ".join(missing[:3]))
+        raise ConfigError(f"{index.parent} lacks {names_of_few}; copy or download it again")
     return files
 
 
