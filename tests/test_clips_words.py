@@ -310,3 +310,66 @@ def test_without_a_transcript_nothing_changes(tmp_path: Path, capsys: pytest.Cap
     assert not list((tmp_path / "out/a").glob("*.srt")) and "sentences" not in capsys.readouterr().err
     assert main(["clips", str(video), str(video), "--transcript", str(tmp_path / "a.json")]) == 2
     assert "--transcript is for one video" in capsys.readouterr().err
+
+
+# --- search
+
+
+PLANTED = {
+    "pricing": "The monthly plan costs ten dollars. Most customers were glad to pay more for the yearly subscription.",
+    "dogs": "My dog loves to swim in the lake. Every morning we throw a stick and he jumps into the water.",
+    "training": "The neural network was trained on eight graphics cards. The loss went down after the first epoch.",
+    "cooking": "Fry the onions in butter until they are brown. Then add the tomatoes and a little salt.",
+    "travel": "The train to Lisbon leaves at night. You wake up next to the sea and have coffee on the beach.",
+}
+QUERIES = {
+    "pricing": "the part about pricing",
+    "dogs": "playing with a pet",
+    "training": "deep learning on GPUs",
+    "cooking": "a recipe with vegetables",
+    "travel": "a journey to Portugal",
+}
+
+
+@pytest.fixture(scope="module")
+def topics(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A video in which five topics are talked about, 12 seconds each."""
+    folder = tmp_path_factory.mktemp("search")
+    video = made(folder / "talk.mp4", seconds=60)
+    sentences = []
+    for number, text in enumerate(PLANTED.values()):
+        first, second = (f"{part.strip('.')}." for part in text.split(". "))
+        sentences += [(12 * number + 0.3, 12 * number + 5.5, first), (12 * number + 6.0, 12 * number + 11.6, second)]
+    write(folder / "talk.json", spoken(*sentences))
+    return video
+
+
+def test_a_query_finds_the_part_that_is_about_it(topics: Path, tmp_path: Path) -> None:
+    for number, (topic, query) in enumerate(QUERIES.items()):
+        out = tmp_path / topic
+        words = [str(topics), "--output-dir", str(out), "--query", query, "--num-clips=1", "--no-page", "--longest=15"]
+        assert main(["clips", *words]) == 0
+        assert not {word for word in query.lower().split() if len(word) > 3} & set(PLANTED[topic].lower().split())
+        record = json.loads((out / "talk/clips.json").read_text())
+        [clip] = record["clips"]
+        middle = (clip["start"] + clip["end"]) / 2
+        assert 12 * number <= middle < 12 * (number + 1), (topic, clip)
+        assert clip["text"].split(".")[0] in PLANTED[topic] and record["judged_by"] == f"its similarity to “{query}”"
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--query", " "), "--query: expected a text"),
+        (("--query", "x", "--run", "r"), "--run: --query finds moments by what is said"),
+        (("--query", "x", "--transcript", "none"), "--query searches the transcript"),
+        (("--query", "x"), "--query needs a transcript"),
+    ],
+)
+def test_a_mistake_about_a_query_is_one_line(
+    flags: tuple[str, ...], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    video = made(tmp_path / "a.mp4", seconds=4)
+    assert main(["clips", str(video), "--output-dir", str(tmp_path / "out"), *flags]) == 2
+    error = capsys.readouterr().err
+    assert says in error and error.strip().count("\n") == 0

