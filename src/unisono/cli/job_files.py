@@ -1,4 +1,4 @@
-"""What the commands that write a job for a scheduler share: `slurm`, `k8s` and `skypilot`."""
+"""Functions shared by `slurm`, `k8s` and `skypilot`, the commands that write a job for a scheduler."""
 
 from __future__ import annotations
 

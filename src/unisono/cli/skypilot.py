@@ -116,7 +116,7 @@ def _check(kind: type[Recipe], resolved: Resolved, options: argparse.Namespace) 
             raise ConfigError(f"{name}: the task sets it on each machine; use --{instead} instead")
     if options.gpus_per_node and resolved.explicit("nproc"):
         raise ConfigError(f"nproc: a machine has one rank per GPU ({options.gpus_per_node}); remove it")
-    check_run(kind, resolved)  # checks now, and not after machines have been rented
+    check_run(kind, resolved)  # report bad settings now, before machines are rented
     if resolved.values["resume"] == "never":
         raise ConfigError("resume: never would prevent new machines from continuing; use a new output_dir instead")
 
@@ -158,12 +158,12 @@ def _task(
 
 
 def _inside(workdir: str | None, file: str) -> str:
-    """The path of a local file on the machines, where relative paths begin at the uploaded folder."""
+    """Returns the path of a local file on the machines, relative to the uploaded folder."""
     root = Path(workdir or ".").resolve()
     path = Path(file).resolve()
     if not path.is_relative_to(root):
         raise ConfigError(
-            f"{file} is not in {workdir}, the folder that is uploaded; pass --workdir with one that has it"
+            f"{file} is not in {workdir}, the folder that is uploaded; pass --workdir with a folder that contains it"
         )
     return path.relative_to(root).as_posix()
 

@@ -15,7 +15,7 @@ _SIGNAL_BEFORE = (
 
 
 def add_job_arguments(parser: TrainingParser, signal_before: str = _SIGNAL_BEFORE) -> None:
-    """Adds them; `signal_before` is the help text of that option."""
+    """Adds these options to the parser; `signal_before` is the help text of --signal-before."""
 
     def add(flag: str, metavar: str, help: str, **options: Any) -> None:
         parser.add_argument(flag, metavar=metavar, help=help, **{"action": StoreOnce, **options})

@@ -57,7 +57,7 @@ def main(argv: list[str]) -> int:
     search, study = search_of(options)
     plan = plan_study(
         load_recipe(recipe), recipe, search, study, SettingsSource(tuple(config), tuple(flags))
-    )  # checks now, and not after the jobs have waited in a queue for hours
+    )  # report bad settings now, before the jobs wait hours in a queue
     if plan.base.explicit("gpus"):
         raise ConfigError("gpus: a job uses the GPUs that SLURM gives to it; use --gpus-per-node instead")
     if options.gpus_per_node is not None and plan.base.explicit("nproc"):

@@ -83,7 +83,7 @@ def add_search_arguments(parser: TrainingParser) -> None:
 
 
 def search_of(options: argparse.Namespace) -> tuple[dict[str, object], StudyOptions]:
-    """The settings to search with their values, and how to search."""
+    """Returns the settings to search, with their values, and the options of the search."""
     search: dict[str, object] = {}
     for flag in options.search:
         name, values = split_flag(flag)

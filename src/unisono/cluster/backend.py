@@ -54,7 +54,7 @@ def choose_backend(
         return GroupBackend("gloo")
     if not gpus_are_shared:
         return GroupBackend(_NCCL)
-    # Overrides the host id, because a value that all ranks inherit would make them one host again.
+    # Override the host id, because a value that all ranks inherit would make them one host again.
     defaults = {"NCCL_CUMEM_ENABLE": "0"}
     if num_nodes == 1:
         defaults["NCCL_SOCKET_IFNAME"] = "lo"

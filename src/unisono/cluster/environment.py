@@ -40,7 +40,7 @@ class World:
     num_nodes: int = 1
     master_addr: str = "127.0.0.1"
     master_port: int = 0
-    """Port of the ranks' TCPStore; 0 means any free one (a single process only)."""
+    """Port of the ranks' TCPStore; 0 means any free port (a single process only)."""
     restart_count: int = 0
     started_before: bool = False
     """Whether this is a restart by the launcher, because a rank died or machines joined or left."""
@@ -137,7 +137,7 @@ class SlurmStep(Environment):
         step = environ.get("SLURM_STEP_ID", "")
         real_step = step.isdecimal() and int(step) < _FIRST_RESERVED_STEP
         # mpirun inside a SLURM job starts its daemons with srun. All ranks of a daemon then have the daemon's
-        # SLURM_PROCID. srun itself sets neither of the two variables of MPI below.
+        # SLURM_PROCID. srun itself sets neither of the two MPI variables below.
         by_mpirun = "OMPI_COMM_WORLD_RANK" in environ or "MPI_LOCALRANKID" in environ
         several = environ.get(self._tasks(environ)) != "1"
         return real_step and "SLURM_PROCID" in environ and several and not by_mpirun
@@ -180,7 +180,7 @@ class SlurmStep(Environment):
 
     @staticmethod
     def _master_port(read: _Reader, environ: Mapping[str, str]) -> int:
-        """Derives a port from the job id. All tasks get the same port, and two jobs on one machine rarely do."""
+        """Derives a port from the job id: all tasks of a job get the same port, and the ports of two jobs rarely collide."""
         if "MASTER_PORT" in environ:
             return read.number("MASTER_PORT")
         return 15000 + read.number("SLURM_JOB_ID") % 10000

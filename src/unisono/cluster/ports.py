@@ -16,7 +16,7 @@ def require_free(port: int, setting: str) -> None:
     families = [socket.AF_INET] + ([socket.AF_INET6] if socket.has_ipv6 else [])
     for family in families:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
-            # Sets the same option as the TCPStore's server, so that a port counts as free if all of its connections are
+            # Set the same option as the TCPStore's server, so that a port counts as free if all of its connections are
             # in TIME_WAIT.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:

@@ -119,7 +119,7 @@ def open_store(world: World, name: str, timeout_s: float) -> Store:
 
 def _gpus_are_shared(store: Store, world: World, device: torch.device) -> bool:
     """Whether two ranks use the same GPU. All ranks get the same answer."""
-    # Compares UUIDs, because every rank's GPU is cuda:0 if a scheduler shows each rank only one GPU.
+    # Compare UUIDs, because every rank's GPU is cuda:0 if a scheduler shows each rank only one GPU.
     store.set(f"gpu/{world.rank}", str(torch.cuda.get_device_properties(device).uuid))
     uuids = store.multi_get([f"gpu/{rank}" for rank in range(world.size)])
     return len(set(uuids)) < world.size

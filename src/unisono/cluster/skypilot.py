@@ -1,9 +1,10 @@
 """Writes a run as a task of SkyPilot, to start as a managed job.
 
-SkyPilot starts the machines of a task, uploads the working directory, runs `setup` and then `run` on every machine. It
-tells each machine its number and the addresses of all. If a spot machine is taken away or a machine fails, a managed
-job starts all machines again, wherever there are some, and runs the same commands; the run then continues from the
-checkpoint on the storage. An exit code in `recover_on_exit_codes` has the same effect and is not counted as an error.
+SkyPilot starts the machines of a task, uploads the working directory, and runs `setup` and then `run` on every machine.
+It passes to each machine its number and the addresses of all machines. If a spot machine is preempted or a machine
+fails, a managed job starts all machines again, wherever machines are available, and runs the same commands; the run
+then continues from the checkpoint on the storage. An exit code in `recover_on_exit_codes` has the same effect and is
+not counted as an error.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from unisono.cluster.kubernetes import checks
 from unisono.errors import EXIT_STOPPED, ConfigError
 
 PORT = 29400
-"""Port of the rendezvous on machine 0; the machines of a task belong to it alone."""
+"""Port of the rendezvous on machine 0; a task shares its machines with no other task."""
 
 _FORMATS: dict[str, tuple[re.Pattern[str], str]] = {
     "name": (re.compile(r"[a-zA-Z0-9]+(?:[._-]{1,2}[a-zA-Z0-9]+)*"), "letters, digits, dots, - and _"),
@@ -34,7 +35,7 @@ _BUCKET = re.compile(r"[a-z0-9]+://[A-Za-z0-9][A-Za-z0-9._/-]*")
 
 
 class Storage(NamedTuple):
-    """A volume of SkyPilot or a bucket, and the folder at which every machine sees it."""
+    """A volume of SkyPilot or a bucket, and the folder at which every machine mounts it."""
 
     source: str
     path: str
@@ -54,7 +55,7 @@ class SkyPilotTask:
     """Folders that all machines share without SkyPilot, for instance by NFS."""
     workdir: str | None = None
     setup: Sequence[str] = ()
-    """Lines of shell, which are the user's own."""
+    """Shell commands of the user."""
     image: str | None = None
     nodes: int = 1
     gpus_per_node: str | None = None
@@ -126,7 +127,7 @@ def storage(option: str, text: str, default_path: str) -> Storage:
 
 
 def folder(option: str, text: str) -> str:
-    """An absolute path on the machines."""
+    """Checks an absolute path on the machines."""
     path = checks.folder(option, text)
     if "$" in path:
         raise ConfigError(f"{option}: SkyPilot would replace $ in {text!r}; use another path")
@@ -154,7 +155,7 @@ def task_file(task: SkyPilotTask) -> str:
         "resources": {key: value for key, value in resources.items() if value is not None},
         "workdir": task.workdir,
         "volumes": {each.path: each.source for each in task.volumes},
-        # MOUNT cannot append to files and rename folders, which a run folder needs; MOUNT_CACHED can.
+        # A run folder needs to append to files and to rename folders, which MOUNT cannot do; MOUNT_CACHED can.
         "file_mounts": {each.path: {"source": each.source, "mode": "MOUNT_CACHED"} for each in task.buckets},
         "envs": dict(task.environ),
         "secrets": dict.fromkeys(task.secrets),
@@ -176,7 +177,7 @@ def _run(task: SkyPilotTask) -> str:
         lines.append("head=${SKYPILOT_NODE_IPS%%$'\\n'*}  # one address per line; the first is that of machine 0")
         words += ['--nnodes="$SKYPILOT_NUM_NODES"', '--node_rank="$SKYPILOT_NODE_RANK"']
         words += [f'--rdzv_endpoint="$head:{PORT}"']
-    # No `exec` and no `exit`: SkyPilot appends lines that wait until a bucket has everything, and end with this code.
+    # Use no `exec` or `exit`: SkyPilot appends lines that wait until the bucket has all files, and end with this code.
     return "\n".join([*lines, f"python3 -P -m unisono {' '.join(words)}", ""])
 
 

@@ -32,7 +32,7 @@ class KubernetesJob:
     """The arguments after `unisono train`, without those of the rendezvous."""
     output_dir: str
     volumes: Sequence[Mount]
-    """The first one holds the run folder."""
+    """The first volume holds the run folder."""
     workdir: str
     nodes: int = 1
     min_nodes: int | None = None

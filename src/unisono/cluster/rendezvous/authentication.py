@@ -1,4 +1,4 @@
-"""Proves to each other that two launchers know the same secret, before anything else of a peer is parsed.
+"""Lets two launchers prove to each other that they know the same secret, before they parse anything else.
 
 With a secret, both sides first send `unisono-auth-1 NONCE`. Then the client sends the HMAC of its role and both nonces,
 the server checks it, and answers with its own:
@@ -8,7 +8,7 @@ the server checks it, and answers with its own:
     client   unisono-auth-1 <HMAC-SHA256(secret, "client", nonces)>
     server   unisono-auth-1 <HMAC-SHA256(secret, "server", nonces)>, or "wrong", or "none" if it has no secret
 
-The secret itself is never sent, and a recorded exchange cannot be replayed. What follows is neither encrypted nor
+The secret itself is never sent, and a recorded exchange cannot be replayed. Later messages are neither encrypted nor
 signed. Without a secret, the first line is the first message.
 """
 
@@ -32,11 +32,11 @@ SECRET, SECRET_FILE = "UNISONO_SECRET", "UNISONO_SECRET_FILE"
 """Environment variables with the secret, or with the path of a file that contains it."""
 
 LIMIT_S = 10.0
-"""Seconds after which a connection is closed that has not sent its proof, or its first message without a secret."""
+"""Seconds after which a connection is closed if it has not sent its proof or, without a secret, its first message."""
 
 MARK = b"unisono-auth-1 "
 _WRONG, _NONE = MARK + b"wrong", MARK + b"none"
-_LONGEST_LINE = 4096  # bytes, of a peer that has not been admitted
+_LONGEST_LINE = 4096  # bytes in a line of a peer that has not been admitted
 _SHORTEST, _LONGEST = 16, 4096  # characters of a secret
 _PROOF = re.compile(rb"[0-9a-f]{64}")
 
@@ -46,7 +46,7 @@ class Refused(Exception):
 
 
 def secret_of(environ: Mapping[str, str]) -> bytes | None:
-    """The secret of the environment; None if there is none. UserError if it cannot be used. It is never printed."""
+    """Returns the secret from the environment, if any; UserError if it cannot be used. Never prints the secret."""
     text, file = environ.get(SECRET), environ.get(SECRET_FILE)
     if text is not None and file is not None:
         raise UserError(f"{SECRET} and {SECRET_FILE} are both set; unset one of them")

@@ -41,7 +41,7 @@ from unisono.formatting import printable, shorten
 _MESSAGE_AFTER_S = 10.0  # after this many seconds, a waiting machine prints what it waits for
 _RETRY_S = 0.5
 _CONNECT_S = 5.0
-_LONGEST_REASON = 2000  # characters of a message of machine 0 that is printed
+_LONGEST_REASON = 2000  # maximum number of characters to print of a message from machine 0
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class RendezvousConfig:
     join_s: float = 900.0
     """Seconds that a machine waits for the others, at startup and after losing its connection; 0: no limit."""
     secret: bytes | None = field(default=None, repr=False)
-    """What all launchers of the run know, and nobody else; None: every launcher may take part."""
+    """Secret that only the launchers of this run know; None: every launcher may take part."""
     outside: bool = False
     """Whether a process outside of all machines runs the server, instead of machine 0's launcher."""
 
@@ -248,7 +248,7 @@ class RendezvousClient(RendezvousHandler):
             self._changed.notify_all()
 
     def _handle(self, message: dict[str, Any]) -> bool:
-        """Handles a message; returns False if it is not one of a rendezvous server."""
+        """Handles a message; returns False if it is not a rendezvous server's message."""
         if "round" in message:
             new = Round.from_message(message["round"])
             if new is None or self._config.machine not in (machine for machine, _ in new.machines):

@@ -35,10 +35,10 @@ class Connection:
     """One end of a connection. Any thread may send messages, but only one may read them."""
 
     def __init__(self, peer: socket.socket, received: bytes = b"") -> None:
-        """`received` are bytes of messages that have been read from the socket already."""
+        """`received` contains bytes of messages that were already read from the socket."""
         self._socket, self._received = peer, received
         self.wants_secret = False
-        """Whether the peer asked for a proof that this side knows the secret, although it has none."""
+        """Whether the peer asked this side to prove that it knows the secret, although this side has no secret."""
         self._send_lock = threading.Lock()
         peer.settimeout(SILENCE_S)  # for sending; `messages` polls with a shorter timeout
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -26,9 +26,9 @@ class RendezvousHost:
         secret: bytes | None = None,
         print_line: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """Listens on `port` (0: any free port); `outside` if this process is not the launcher of machine 0.
+        """Listens on `port` (0: any free port). `outside`: this process is not the launcher of machine 0.
 
-        Only launchers that know `secret` take part; `print_line` reports others.
+        Only launchers that know `secret` take part; `print_line` reports refused connections.
         """
         self._store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # binds to all interfaces
         self._server = RendezvousServer(

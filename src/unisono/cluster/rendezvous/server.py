@@ -23,7 +23,8 @@ After `kill -9` of a rank on machine 1, that machine's launcher kills its other 
 all connected machines are ready, `_begin_round` counts a restart and sends the same `Round` to each.
 
 Each launcher first proves that it knows the secret of the run, if there is one (`authentication.py`). A connection that
-does not, or sends no valid first message, is closed after seconds, and only some of them may be open at a time.
+fails to do so, or that sends no valid first message, is closed after a few seconds. The number of such connections is
+limited.
 
 The server decides alone, so clocks of different machines are never compared, unlike in torch's c10d rendezvous. Ranks
 are numbered by machine, so rank 0 always runs on machine 0. A machine that lost its connection may return at once.
@@ -56,8 +57,8 @@ LAST_CALL_LATER_ROUNDS_S = 2.0
 MOST_STRANGERS = 256
 """Connections that may be open before their launcher has been admitted; more are closed at once."""
 
-_MOST_RANKS = 2**16  # of a machine
-_MOST_LINES = 20  # about refused connections
+_MOST_RANKS = 2**16  # maximum number of ranks of a machine
+_MOST_LINES = 20  # maximum number of lines to print about refused connections
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class Round:
 
     @classmethod
     def from_message(cls, message: Any) -> Round | None:
-        """The round in a message of the server; None if it is not one."""
+        """Returns the round in a message from the server; None if the message contains no valid round."""
         try:
             new = cls(**message)
         except TypeError:
@@ -134,7 +135,7 @@ class RendezvousServer:
     ) -> None:
         """Listens on `port` (0: any free port), and on all interfaces unless this is the only machine.
 
-        Only launchers that know `secret` take part; `print_line` reports others.
+        Only launchers that know `secret` take part; `print_line` reports refused connections.
         """
         self._secret, self._print_line = secret, print_line
         self._strangers = threading.BoundedSemaphore(MOST_STRANGERS)

@@ -1,7 +1,7 @@
 """Writes a job array whose jobs work on one study of `unisono tune`.
 
-The jobs find trials in the folder of the study, so they are all the same and need no number. A job that is requeued, or
-started again by the script after a kill, goes on with whatever trial is left.
+The jobs find trials in the folder of the study, so they are identical and need no index. A job that is requeued, or
+that its script restarts after a kill, continues with any trial that is left.
 """
 
 from __future__ import annotations

@@ -209,14 +209,14 @@ def script(job: BatchJob) -> str:
 
 
 def preparation(job: BatchJob) -> list[str]:
-    """Lines that load modules and set variables."""
+    """Returns the lines that load modules and set variables."""
     lines = [f"module load {module}" for module in job.modules]
     lines += [f"export {name}={shlex.quote(value)}" for name, value in job.environ.items()]
     return [*lines, ""] if lines else []
 
 
 def requeue(job: BatchJob) -> list[str]:
-    """Lines that requeue a job after its command was stopped."""
+    """Returns the lines that requeue a job after its command was stopped."""
     if not job.requeue:
         return []
     return [
@@ -236,7 +236,7 @@ def _layout(job: BatchJob) -> list[tuple[str, object]]:
 
 
 def directives(job: BatchJob, layout: Sequence[tuple[str, object]], *, log: str) -> list[str]:
-    """The comments that sbatch reads; `layout` are those about machines, tasks and GPUs."""
+    """Returns the comments that sbatch reads; `layout` contains the options for machines, tasks and GPUs."""
     options: list[tuple[str, object]] = [
         ("job-name", job.job_name),
         ("chdir", shlex.quote(job.folder)),
@@ -257,7 +257,7 @@ def directives(job: BatchJob, layout: Sequence[tuple[str, object]], *, log: str)
 
 
 def step_options(job: BatchJob) -> list[tuple[str, object]]:
-    """The options of srun."""
+    """Returns the options of srun."""
     # Without kill-on-bad-exit, the other ranks would wait for a dead one. Since SLURM 22.05, srun does not inherit
     # cpus-per-task from the job.
     options: list[tuple[str, object]] = [("--kill-on-bad-exit", 1)]
