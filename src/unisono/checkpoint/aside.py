@@ -1,7 +1,7 @@
 """Sets checkpoints aside: renames them, so that no run loads them. unisono never deletes them, as users may want them.
 
-A checkpoint with the suffix `.bad-1` is damaged, one with `.other-1` belongs to another run, and one with `.later-1` to
-a branch that the run abandoned when it went back to an earlier step.
+The suffix `.bad-1` marks a damaged checkpoint, `.other-1` a checkpoint of another run, and `.later-1` a checkpoint of a
+branch that the run abandoned when it went back to an earlier step.
 """
 
 from __future__ import annotations

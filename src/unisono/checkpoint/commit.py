@@ -42,7 +42,7 @@ def check_usable(folder: Path) -> None:
         kind = "a broken link" if folder.is_symlink() and not folder.exists() else "not a folder"
         raise UserError(f"{folder} is {kind}, so no checkpoint can be saved; remove it, or use another output_dir")
     try:
-        # Writes a file, because os.access returns True for root, on a read-only mount and on a full disk.
+        # Write a file, because os.access returns True for root, on a read-only mount and on a full disk.
         with tempfile.TemporaryDirectory(prefix=".probe-", dir=folder) as probe:
             Path(probe, MANIFEST).write_bytes(b"{}")
     except OSError as error:
@@ -113,7 +113,8 @@ def prune(
 ) -> None:
     """Deletes all but the `keep_last` newest checkpoints, the best one, `committed`, and those of steps in `also_keep`.
 
-    Only complete checkpoints of this run are counted and deleted. One to which a user has added files is not deleted.
+    Only complete checkpoints of this run are counted and deleted. A checkpoint to which a user has added files is not
+    deleted.
     """
     if keep_last <= 0:
         return

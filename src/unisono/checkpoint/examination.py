@@ -36,7 +36,7 @@ class Examination:
         self, rank: int = 0, world: int = 1, all_gather: Callable[[Any], list[Any]] = lambda value: [value]
     ) -> None:
         self._rank, self._world, self._all_gather = rank, world, all_gather
-        self._findings: dict[Path, dict[str, _Finding]] = {}  # of undamaged checkpoints
+        self._findings: dict[Path, dict[str, _Finding]] = {}  # findings on undamaged checkpoints
 
     def damage(self, path: Path, files: Mapping[str, FileEntry]) -> str | None:
         """Returns why the checkpoint is damaged, or None if its files are as saved. All ranks must call it."""

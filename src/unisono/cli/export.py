@@ -17,7 +17,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--format",
         metavar="NAME",
-        help="format of the files, for recipes with several: wan-flow and wan-distill have diffusers, native (the Wan "
+        help="format of the files, for recipes with several formats: wan-flow and wan-distill have diffusers, native (the Wan "
         "repository's) and comfyui (default: the recipe decides)",
     )
     options = parser.parse(argv)

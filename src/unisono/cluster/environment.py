@@ -180,7 +180,7 @@ class SlurmStep(Environment):
 
     @staticmethod
     def _master_port(read: _Reader, environ: Mapping[str, str]) -> int:
-        """Derives a port from the job id: all tasks of a job get the same port, and the ports of two jobs rarely collide."""
+        """Derives a port from the job id. All tasks of a job get the same port; ports of two jobs rarely collide."""
         if "MASTER_PORT" in environ:
             return read.number("MASTER_PORT")
         return 15000 + read.number("SLURM_JOB_ID") % 10000

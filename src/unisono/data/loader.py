@@ -37,7 +37,7 @@ class MicroBatch:
     positions: Sequence[int]  # positions of the samples in `data`, in order
     is_dummy: bool  # whether `data` is a sample of another micro-batch, to be used with weight 0
     bad: tuple[BadSample, ...] = ()  # the chunk's unreadable samples; no other micro-batch or rank reports them
-    after: StreamPosition | None = None  # of a stream: its position after these samples
+    after: StreamPosition | None = None  # for a stream: its position after these samples
 
 
 class Loader:
@@ -80,7 +80,7 @@ class Loader:
         if self._workers is not None:
             data, positions, is_dummy, bad, after = self._workers.take(chunk)
             if isinstance(self._reader, StreamReader):
-                self._reader.position = after  # where a worker begins that replaces a dead one
+                self._reader.position = after  # where the replacement of a dead worker begins
         else:
             self._reader.announce(chunk)
             data, positions, is_dummy, bad, after = self._reader(chunk)

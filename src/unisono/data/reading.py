@@ -2,8 +2,8 @@
 
 If reading a sample raises, it is read once more with the same seed, after a short pause, because files on a network may
 be unavailable for a moment. The pause grows while successive samples fail. If the second attempt raises too, the sample
-is returned as a `BadSample`, and the micro-batch consists of the others. The loader does not decide what to do about
-bad samples; all ranks decide that together.
+is returned as a `BadSample`, and the micro-batch consists of the other samples. The loader does not decide what to do
+about bad samples; all ranks decide that together.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class ReadChunk(NamedTuple):
     positions: Sequence[int]  # positions of the samples in `data`, in order
     is_dummy: bool
     bad: tuple[BadSample, ...]
-    after: Any = None  # of a stream: its position after these samples
+    after: Any = None  # for a stream: its position after these samples
 
 
 @dataclass
@@ -107,7 +107,7 @@ class ChunkReader:
         return ReadChunk(self._collated(items, positions), positions if bad else chunk.positions, False, tuple(bad))
 
     def announce(self, chunk: Chunk) -> None:
-        """Tells a dataset with `about_to_read` which samples are read next after those announced before."""
+        """Announces to a dataset with `about_to_read` the samples that follow those announced before."""
         if not chunk.is_dummy and callable(about_to_read := getattr(self.dataset, "about_to_read", None)):
             with suppress(Exception):  # reading reports the error
                 about_to_read(self.order.indices(np.array(chunk.positions)).tolist())

@@ -25,7 +25,7 @@ _DTYPES = {
 
 
 def to_json(value: Any, where: str = "state", depth: int = 0) -> Any:
-    """Returns a JSON value from which `from_json` makes an equal one; RecipeError for a type that it does not know."""
+    """Returns a JSON value from which `from_json` creates an equal value; RecipeError for an unsupported type."""
     if depth > _DEEPEST:
         raise RecipeError(f"state_dict() is nested too deeply at {where[:80]}; return a flatter value")
     if isinstance(value, _PLAIN):
@@ -57,7 +57,7 @@ def to_json(value: Any, where: str = "state", depth: int = 0) -> Any:
 
 
 def from_json(value: Any) -> Any:
-    """The value that `to_json` was called with; ValueError if the JSON value is not one of its results."""
+    """Returns the value that `to_json` converted; ValueError if the JSON value is not a result of `to_json`."""
     if isinstance(value, list):
         return [from_json(each) for each in value]
     if not isinstance(value, dict):

@@ -1,9 +1,9 @@
 """Reads the samples of a stream: an IterableDataset that can save and restore its position.
 
 Each rank reads a stream of its own, and a checkpoint stores the position of every stream. A dataset that is read by
-index needs no such state, because its order is a pure function. The position that counts is that of the samples which
-steps have consumed, although workers read ahead. So each micro-batch carries the position after its last sample, and
-reading can begin again at any of them.
+index needs no such state, because its order is a pure function. A checkpoint stores the position after the samples that
+steps have consumed, although workers have read ahead. So each micro-batch carries the position after its last sample,
+and reading can begin again at any of them.
 
 The position is the state_dict of the dataset, or of its iterator: the protocol of torchdata's StatefulDataLoader.
 """
@@ -26,9 +26,9 @@ from unisono.data.state_json import from_json, to_json
 from unisono.errors import RecipeError
 
 ENDLESS = 2**62
-"""Stands for the unknown number of samples of a stream."""
+"""Placeholder for the unknown number of samples of a stream."""
 
-_MOST_BYTES = 32 * 2**20  # of the states of all ranks; a checkpoint's JSON may have 64 MiB
+_MOST_BYTES = 32 * 2**20  # limit for the states of all ranks; a checkpoint's JSON may have 64 MiB
 
 
 def is_stream(dataset: Any) -> bool:
@@ -46,16 +46,16 @@ class StreamPosition:
     """The position of a rank's stream between two samples."""
 
     epoch: int = 0  # number of times that the stream has ended
-    samples: int = 0  # read from the stream since the beginning of the run
+    samples: int = 0  # number of samples read from the stream since the beginning of the run
     state: Any = None  # result of state_dict(), as JSON; None: the beginning
 
     def to_json(self) -> dict[str, Any]:
-        """The position as a JSON value."""
+        """Returns the position as a JSON value."""
         return {"epoch": self.epoch, "samples": self.samples, "state": self.state}
 
     @classmethod
     def from_json(cls, value: Any) -> StreamPosition:
-        """Reads a position from an untrusted JSON value; ValueError if it is none."""
+        """Reads a position from an untrusted JSON value; ValueError if it is not a position."""
         if not isinstance(value, dict) or value.keys() != {"epoch", "samples", "state"}:
             raise ValueError("it is no position of a stream")
         for name in ("epoch", "samples"):
@@ -66,7 +66,7 @@ class StreamPosition:
 
     @classmethod
     def beginning(cls, dataset: Any, parts: int) -> StreamPosition:
-        """The position of a dataset that nothing was read from."""
+        """Returns the position at the beginning of a dataset."""
         return cls(state=_state_of(dataset, parts) if is_stateful(dataset) else None)
 
 
@@ -134,7 +134,7 @@ class StreamReader:
     def _read(self, position: int) -> Any:
         if self.stop.value:
             raise Stopped
-        # The position in the run would not do: which sample a dummy reads ahead depends on the micro-batches.
+        # Do not use the position in the run: which sample a dummy reads ahead depends on the micro-batches.
         seed_everything(key_of(Purpose.ITEM, self.order.seed, self._part[0], self._samples))
         self.now.value = position
         try:
@@ -180,7 +180,7 @@ def _state_of(stateful: Any, parts: int) -> Any:
 
 
 def without_state(dataset: Any) -> str:
-    """The error for a stream that cannot be resumed."""
+    """Returns the error for a stream that cannot be resumed."""
     return (
         f'dataset("train") returned {type(dataset).__name__}, an IterableDataset without state_dict() and '
         "load_state_dict(), so a run could not resume at the next sample; define both, or return a map-style dataset"

@@ -37,7 +37,7 @@ class MlflowTracker(Tracker):
         self._client = MlflowClient(tracking_uri=address)
         stored = self._find_or_create(run)
         self._id = stored.info.run_id
-        if stored.info.status != "RUNNING":  # MLflow does not write its files atomically, so it writes few
+        if stored.info.status != "RUNNING":  # MLflow's writes are not atomic, so avoid needless ones
             self._client.update_run(self._id, status="RUNNING")
         # MLflow adds a second value to a step that is logged twice, so the last step of each metric is needed.
         self._last = {metric.key: metric.step for metric in stored.data.to_proto().metrics}
