@@ -31,8 +31,8 @@ def main(argv: list[str]) -> int:
         nargs="?",
         type=Path,
         metavar="FOLDER",
-        help="where to copy it; FOLDER must be new or empty (default: examples/NAME, the folder that the commands in "
-        "its README name)",
+        help="where to copy it; FOLDER must be new or empty (default: examples/NAME, which the commands in its README "
+        "use)",
     )
     options = parser.parse(argv)
     examples = _examples()

@@ -17,8 +17,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--format",
         metavar="NAME",
-        help="format of the files, for recipes with several formats: wan-flow and wan-distill have diffusers, native (the Wan "
-        "repository's) and comfyui (default: the recipe decides)",
+        help="format of the files, for recipes with several formats: wan-flow and wan-distill have diffusers, native "
+        "(the Wan repository's) and comfyui (default: the recipe decides)",
     )
     options = parser.parse(argv)
     if options.folder.exists() and (not options.folder.is_dir() or any(options.folder.iterdir())):

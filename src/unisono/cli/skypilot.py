@@ -69,9 +69,7 @@ def _parser() -> TrainingParser:
     add(
         "--gpus-per-node", "TYPE:N", "GPUs per machine, for instance H100:8 (default: train on CPUs with --nproc ranks)"
     )
-    parser.add_argument(
-        "--spot", action="store_true", help="use spot machines, which the cloud may preempt at any time"
-    )
+    parser.add_argument("--spot", action="store_true", help="use spot machines, which may be preempted at any time")
     add("--infra", "CLOUD", "cloud[/region[/zone]] or k8s (default: where it is cheapest)")
     add("--cpus", "N", "CPU cores per machine; 16+ for at least 16")
     add("--memory", "GIB", "memory per machine in GiB; 256+ for at least 256")

@@ -45,7 +45,7 @@ def _parser() -> TrainingParser:
         "--join",
         action="store_true",
         help="work on the study in --output_dir together with other processes, also on other machines, that run the "
-        "same command; this one ends when no trial is left for it",
+        "same command; this process ends when no trial is left for it",
     )
     return parser
 

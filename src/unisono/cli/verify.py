@@ -58,7 +58,7 @@ def _parser() -> TrainingParser:
         default="ddp",
         metavar="S,S",
         help="strategies for more than one rank: ddp, fsdp, hsdp, or several of them. hsdp is fsdp with --shard_size, "
-        "by default with the largest one that leads to several copies of the weights (default: ddp)",
+        "by default the largest that leaves several copies of the weights (default: ddp)",
     )
     parser.add_argument(
         "--precision",

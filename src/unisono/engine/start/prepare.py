@@ -68,7 +68,7 @@ def prepare(recipe: Recipe, work: Work, rank: RankContext) -> bool:
         recipe.prepare(work)
     except BaseException:
         if is_new:
-            remove_empty(folder)  # finished work stays for the resumed run
+            remove_empty(folder)  # keeps finished work for the resumed run
         raise
     rank.heartbeat.at("start", 0)
     return work.meet()  # a barrier: no rank reads files that another rank is still writing

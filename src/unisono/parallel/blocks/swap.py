@@ -102,7 +102,7 @@ class BlockSwap:
     def attach(self, all_blocks: Sequence[nn.Module], *, compiles: bool) -> None:
         """Makes the swapped blocks fetch their weights; compiles all blocks of the model, if `compiles`.
 
-        Fetching must stay outside of compiled code, and inside of recomputation: recompute the blocks after this.
+        Fetching must happen outside of compiled code and inside of recomputation, so set up recomputation afterwards.
         """
         numbers = {block: number for number, block in enumerate(self._blocks)}
         for block in all_blocks:
