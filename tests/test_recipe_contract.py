@@ -187,7 +187,7 @@ def train_odd(what: str, tmp_path: Path, **settings: Any) -> unisono.Result:
         ("sparse", r"model\(\): table is an embedding with sparse gradients"),
         ("length", r'dataset\("train"\): its __len__\(\) is not a number of samples'),
         ("remember", r"remember\(\) returned a value that JSON cannot hold \(Object of type set"),
-        ("pair", r"loss\(\): three has 3 parts; give a sum, or \(sum, count\)"),
+        ("pair", r"loss\(\): three has 3 parts; return a sum, or \(sum, count\)"),
     ],
 )
 def test_untrainable_models_are_rejected_before_anything_is_written(what: str, told: str, tmp_path: Path) -> None:

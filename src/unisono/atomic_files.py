@@ -51,7 +51,7 @@ def atomic_file(
 def write_atomically(
     path: Path, content: bytes | str | Iterable[bytes], *, durable: bool = False, one_writer: bool = False
 ) -> None:
-    """Writes or replaces a whole file atomically; the options are those of `atomic_file`."""
+    """Writes or replaces a whole file atomically; the options are the same as for `atomic_file`."""
     with atomic_file(path, durable=durable, one_writer=one_writer) as temporary, open(temporary, "xb") as file:
         if isinstance(content, str):
             content = content.encode("utf-8", "replace")

@@ -1,4 +1,4 @@
-"""Lists the GPUs of this machine, chooses the ones for a run, and locks them.
+"""Lists the GPUs of this machine, chooses the GPUs of a run, and locks them.
 
 GPUs are identified by UUID, because nvidia-smi and CUDA (with CUDA_VISIBLE_DEVICES) may number them differently. NVML
 lists GPUs without creating a CUDA context, so nothing here imports torch. The choice is a pure function of a list of

@@ -42,7 +42,7 @@ class NotRegular(OSError):
 def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> FileIO:
     """Opens a regular file without buffering; raises NotRegular for anything else. Follows symbolic links.
 
-    `flags` are those of `os.open`; with O_CREAT, a missing file is created.
+    `flags` has the same meaning as in `os.open`; with O_CREAT, a missing file is created.
     """
     # Check before opening, because opening a device may have side effects, and again afterwards, because the file may
     # have been replaced; with O_NONBLOCK, a FIFO that appears in between does not block.

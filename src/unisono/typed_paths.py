@@ -43,7 +43,7 @@ def as_typed(text: object) -> str:
     """Returns a text with each absolute path replaced by the path that the user typed."""
     result = str(text)
     for full, typed in _typed.items():
-        if full in result:  # replaces /runs/a and the beginning of /runs/a/b, but not that of /runs/a2
+        if full in result:  # replaces /runs/a, also in /runs/a/b, but not in /runs/a2
             result = re.sub(rf"(?<![\w./-]){re.escape(full)}(?![\w-]|\.\w)", lambda match: typed, result)  # noqa: B023
     return result
 

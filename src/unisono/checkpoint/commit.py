@@ -111,7 +111,7 @@ def commit(
 def prune(
     folder: Path, *, keep_last: int, committed: Path, identity: Mapping[str, Any], also_keep: Collection[int] = ()
 ) -> None:
-    """Deletes all but the `keep_last` newest checkpoints, the best one, `committed`, and those of steps in `also_keep`.
+    """Deletes all checkpoints except the `keep_last` newest, the best, `committed`, and the steps in `also_keep`.
 
     Only complete checkpoints of this run are counted and deleted. A checkpoint to which a user has added files is not
     deleted.

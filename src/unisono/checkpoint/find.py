@@ -56,7 +56,7 @@ def leftovers(folder: Path) -> list[Path]:
 
 
 def leftovers_until(step: int, paths: Iterable[Path]) -> list[Path]:
-    """Returns those of the leftover folders `paths` that belong to `step` or an earlier step."""
+    """Returns the leftover folders in `paths` that belong to `step` or to an earlier step."""
     matches = [(_LEFTOVER.fullmatch(path.name), path) for path in paths]
     return [path for match, path in matches if match and int(match.group(1)) <= step]
 

@@ -2,7 +2,7 @@
 
 `Saver.save` copies this rank's part of the state to host memory and returns. A thread of each rank then writes its
 shard with PyTorch's distributed checkpoint and reads it back, and rank 0 commits once every rank has reported success.
-The threads use their own process group, so their collectives never mix with those of a training step.
+The threads use their own process group, so their collectives never mix with the collectives of a step.
 """
 
 from __future__ import annotations

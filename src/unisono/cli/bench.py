@@ -44,8 +44,8 @@ def _parser() -> TrainingParser:
         "--scaling",
         choices=["weak", "strong"],
         default="weak",
-        help="weak: the batch per rank stays the same, and the global batch grows; strong: the global batch stays the "
-        "same, that of the smallest number of ranks (default: weak)",
+        help="weak: the batch per rank stays the same, and the global batch grows; strong: all "
+        "measurements use the global batch of the smallest number of ranks (default: weak)",
     )
     parser.add_argument(
         "--overhead",

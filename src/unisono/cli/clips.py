@@ -63,8 +63,8 @@ def main(argv: list[str], scorer: Callable[[Path], Any] | VideoScorer | None = N
 def _options(argv: list[str]) -> argparse.Namespace:
     parser = Parser(
         "clips",
-        "Score videos, and cut out the best moments. The scores are those of a trained run of the recipe `clips` "
-        "(--run), or of the built-in scorer. Each video gets a folder with its clips, clips.json (scores and times) "
+        "Score videos, and cut out the best moments. The scores come from a trained run of the recipe `clips` "
+        "(--run), or from the built-in scorer. Each video gets a folder with its clips, clips.json (scores and times) "
         "and an HTML page that shows them.",
     )
     parser.add_argument("videos", type=Path, nargs="+", metavar="VIDEO", help="videos to cut")

@@ -74,7 +74,7 @@ def _parser() -> TrainingParser:
     several("--resource", "NAME=N", "further resource per pod, for instance rdma/ib=1")
     add("--gpu-resource", "NAME", "resource name of a GPU (default: nvidia.com/gpu)")
     add("--name", "NAME", "name of the objects (default: the recipe's name)")
-    add("--namespace", "N", "namespace of the objects (default: that of kubectl)")
+    add("--namespace", "N", "namespace of the objects (default: kubectl's current namespace)")
     add("--workdir", "/PATH", "working directory, where relative paths begin (default: the first volume)")
     several("--env", "NAME=VALUE", "environment variable of the pods")
     several("--secret", "NAME", "Secret whose entries become environment variables, for instance credentials")

@@ -144,9 +144,9 @@ def _store(world: World, timeout: timedelta, *, host: bool) -> TCPStore:
 def _agree_on_attempt_name(store: Store, world: World, timeout_s: float) -> str:
     """Returns a name for this attempt that all ranks share. The store may still hold keys of earlier attempts.
 
-    Every other rank publishes a random token. Rank 0 answers every token it sees, including those of dead ranks, with
-    the name of the attempt, until each living rank has confirmed that name. Tokens are never reused, so no rank can
-    take the answer of an earlier attempt for a new one.
+    Every other rank publishes a random token. Rank 0 answers every token it sees, including the tokens of dead ranks,
+    with the name of the attempt, until each living rank has confirmed that name. Tokens are never reused, so no rank
+    can take the answer of an earlier attempt for a new one.
     """
     token = uuid.uuid4().hex
     if world.rank != 0:

@@ -1,6 +1,6 @@
 """Maps flags of other trainers to unisono's equivalent setting, or to advice on what to use instead.
 
-The names are those of HF Trainer and the diffusers examples, accelerate, Lightning, kohya's sd-scripts and
+The names come from HF Trainer and the diffusers examples, accelerate, Lightning, kohya's sd-scripts and
 musubi-tuner, and DiffSynth-Studio, as spelled in their argument parsers.
 """
 

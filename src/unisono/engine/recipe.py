@@ -310,9 +310,9 @@ class Recipe:
     def couple_rows(self, rows: Mapping[str, Tensor], start: int, stop: int) -> Loss:
         """Returns the part of the loss for the rows start to stop, compared with all rows; replaces couple().
 
-        Total, count and metrics of the parts must add up to those of all rows. Each rank then computes only its share
-        of the rows, at most a micro-batch at a time. The matrix of B samples on N ranks has at most B / N x B elements,
-        instead of B x B.
+        Total, count and metrics of the parts must add up to the values for all rows. Each rank then computes only its
+        share of the rows, at most a micro-batch at a time. The matrix of B samples on N ranks has at most B / N x B
+        elements, instead of B x B.
         """
         raise NotImplementedError
 

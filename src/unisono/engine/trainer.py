@@ -86,7 +86,7 @@ class Trainer:
             self._folder.path,
             # The size may rise only if a failed trial costs nothing; under some strategies it costs a restart.
             may_rise=settings.micro_batch == "auto" and strategy.guardable,
-            # If the checkpoint stores no size, the plan's size is the one that a failed attempt left for this one.
+            # If the checkpoint stores no size, the plan contains the size that a failed attempt left for this one.
             largest=largest if self.state.micro_batch else min(largest, batch.micro_batch),
         )
 

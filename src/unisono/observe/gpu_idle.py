@@ -21,7 +21,7 @@ class GpuIdleDetector:
         self._waited += waited
 
     def advice(self, steps_ms: float, data_wait_ms: float) -> str | None:
-        """Returns advice for the user, at most once; the times are those of the steps since the last call."""
+        """Returns advice for the user, at most once; the times cover the steps since the last call."""
         self._all_ms += steps_ms
         self._data_ms += data_wait_ms
         if not self._active or self._steps < STEPS:

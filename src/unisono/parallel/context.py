@@ -17,9 +17,9 @@ Otherwise each rank gathers all keys and values and attends with its own queries
 again, so that it need not store them. Parts may differ by one token, so any number of tokens works.
 
 Gradients: every operation here has the true derivative of the sum of all ranks' results with respect to this rank's
-input. So the gradients of a weight, summed over all ranks, are those of the sum of all ranks' losses, whatever part of
-the model is replicated. Every rank of a group computes the loss of the whole sample, and the engine divides it by the
-size of the group, so that a sample counts once.
+input. So the gradients of a weight, summed over all ranks, are the gradients of the sum of all ranks' losses, whatever
+part of the model is replicated. Every rank of a group computes the loss of the whole sample, and the engine divides it
+by the size of the group, so that a sample counts once.
 
 diffusers' context parallel is not used: of its two kinds of attention, one rejects tokens or heads that do not divide
 evenly, and the other has no backward pass.
@@ -180,7 +180,7 @@ class Tokens:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _by_keys(self, query: Tensor, key: Tensor, value: Tensor, causal: bool, attend: Attend | None) -> Tensor:
-        """Gathers keys and values; the backward pass gathers them again, so that no rank stores those of others."""
+        """Gathers keys and values; the backward pass gathers them again, so no rank stores other ranks' keys."""
 
         def compute(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             key, value = self.gather(torch.stack([key, value]), 1 + _TOKENS).unbind()

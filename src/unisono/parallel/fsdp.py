@@ -156,7 +156,7 @@ class FSDP(Strategy):
             self.wrapped.set_requires_gradient_sync(enabled)
 
     def gradients(self) -> list[Tensor]:
-        """Returns the gradients of this rank's shards and, summed across ranks, those of replicated weights."""
+        """Returns the gradients of this rank's shards, and of replicated weights, which it sums across ranks."""
         gradients = []
         for name, local in self.parameters:
             gradient = self._whole[name].grad

@@ -133,7 +133,7 @@ class GradientBuckets:
     def _fix_keeping_gradients(self) -> None:
         arrived = self._arrivals
         self._stop_observing()
-        # Ranks may have recorded different orders; DDP uses that of rank 0.
+        # Ranks may have recorded different orders; DDP uses the order of rank 0.
         order = list(dict.fromkeys([*arrived, *self.trained[::-1]]))
         gradients = [parameter.grad for parameter in self.trained]
         for parameter in self.trained:

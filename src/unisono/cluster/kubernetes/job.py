@@ -29,7 +29,7 @@ class KubernetesJob:
     name: str
     image: str
     train: Sequence[str]
-    """The arguments after `unisono train`, without those of the rendezvous."""
+    """The arguments after `unisono train`, without the arguments of the rendezvous."""
     output_dir: str
     volumes: Sequence[Mount]
     """The first volume holds the run folder."""

@@ -30,7 +30,7 @@ _WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+:-]*")
 _FORMATS: dict[str, tuple[re.Pattern[str], str]] = {
     "gpus_per_node": (re.compile(r"(?:[A-Za-z0-9_.-]+:)?\d+"), "a number such as 8, or type:number such as a100:8"),
     "time": (_TIME, "minutes, hours:minutes:seconds or days-hours, for instance 24:00:00"),
-    "partition": (re.compile(r"[A-Za-z0-9_.,-]+"), "names of partitions, separated by commas"),
+    "partition": (re.compile(r"[A-Za-z0-9_.,-]+"), "comma-separated names of partitions"),
     "account": (_WORD, "the name of an account"),
     "qos": (_WORD, "the name of a quality of service"),
     "constraint": (re.compile(r"[A-Za-z0-9_.,:&|*()\[\]-]+"), "features of nodes, for instance a100&nvlink"),
@@ -139,7 +139,7 @@ class BatchJob:
 
     @property
     def mounts(self) -> list[str]:
-        """The folders that the container sees: the working directory, the run folder and those of the user."""
+        """The folders to mount in the container: the working directory, the run folder and the user's folders."""
         run_folder = os.path.normpath(os.path.join(self.folder, self.output_dir))
         folders = [self.folder]
         if os.path.commonpath([run_folder, self.folder]) != self.folder:
@@ -266,7 +266,7 @@ def step_options(job: BatchJob) -> list[tuple[str, object]]:
     if job.total_gpus is not None:
         options.append(
             ("--gpu-bind", "none")
-        )  # each rank sees all GPUs of its node and takes the one of its local rank
+        )  # each rank sees all GPUs of its node and takes the GPU of its local rank
     if job.container_image is not None:
         options += [
             ("--container-image", shlex.quote(job.container_image)),

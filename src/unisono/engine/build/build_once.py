@@ -1,8 +1,8 @@
 """Builds a recipe's model once per run instead of once per rank.
 
 Rank 0 calls model() first. If the model is small, the other ranks build it too, from the same seed. If it is large,
-they build it on the meta device, which takes no memory, and later receive rank 0's weights. The initial weights are
-those of a single process in either case. A model that cannot be built on the meta device is built in full on every
+they build it on the meta device, which takes no memory, and later receive rank 0's weights. In either case, the initial
+weights are the same as in a single process. A model that cannot be built on the meta device is built in full on every
 rank.
 """
 
@@ -81,7 +81,7 @@ def build_once(
 
 def _build(recipe: Recipe, seed: int, placement: Placement) -> BuiltModel:
     """Returns the model with its initial weights, except those that come from files."""
-    # Use the raw seed: initial weights then equal those of a script that calls torch.manual_seed(seed).
+    # Use the raw seed: the initial weights are then the same as in a script that calls torch.manual_seed(seed).
     seed_everything(seed, placement.devices)
     model = build_model(recipe)
     weights = _weights_of(recipe, model, seed, placement)

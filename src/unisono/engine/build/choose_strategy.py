@@ -50,7 +50,7 @@ def _requested_shard_size(settings: ParallelSettings, placement: Placement) -> i
 
 
 def choose_run_strategy(model: nn.Module, settings: Settings, placement: Placement) -> ChosenStrategy:
-    """Returns the strategy in the settings, or the one that fits, with the reason that the banner shows."""
+    """Returns the strategy in the settings, or a strategy that fits, with the reason that the banner shows."""
     check_strategy(settings.parallel, placement)
     name: str = settings.parallel.strategy
     num_devices = len(placement.devices)

@@ -201,7 +201,7 @@ def _handle_batch_norm(model: nn.Module, settings: Settings, placement: Placemen
 
 
 def _swap_blocks(model: _InitialModel, plan: SwapPlan, placement: Placement, strategy: str) -> BlockSwap | None:
-    """Gives the model real weights, and moves those of the blocks in the plan to host memory."""
+    """Gives the model real weights, and moves the weights of the blocks in the plan to host memory."""
     is_trained = plan.sizes.is_trained
     if model.source is not None and strategy != "fsdp":  # fsdp fills its shards itself
         waiting = swapped_weights(model.module, plan.blocks, trained=is_trained)

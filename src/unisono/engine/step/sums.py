@@ -51,7 +51,7 @@ def flatten_loss(loss: Any) -> dict[str, Tensor]:
     for name, value in sorted(loss.metrics.items()):
         if isinstance(value, tuple):
             if len(value) != 2:
-                raise RecipeError(f"loss(): {name} has {len(value)} parts; give a sum, or (sum, count)")
+                raise RecipeError(f"loss(): {name} has {len(value)} parts; return a sum, or (sum, count)")
             sums[f"{_COUNT}{name}"] = tensor(f"the count of {name}", value[1])
             value = value[0]
         sums[f"{_SUM}{name}"] = tensor(name, value)

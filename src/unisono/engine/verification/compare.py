@@ -85,7 +85,7 @@ class RunRecord:
 
     @cached_property
     def metrics(self) -> dict[str, list[float]]:
-        """The values of each metric that depends only on data and weights, including those of the evaluation."""
+        """The values of each metric that depends only on data and weights, including the metrics of the evaluation."""
         metrics: dict[str, list[float]] = {}
         for line in self.lines:
             for name, value in line.items():

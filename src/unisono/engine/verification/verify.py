@@ -1,7 +1,7 @@
 """Runs the same few steps with different numbers of ranks, micro-batches and strategies, and compares the results.
 
 Each variant is an ordinary run in its own processes, forked from processes that have imported torch (`warm_ranks.py`).
-`compare.py` compares the files of its run folder with those of the first variant, the reference. The reference runs
+`compare.py` compares the files of its run folder with the files of the first variant, the reference. The reference runs
 twice: if a recipe is not repeatable, comparing numbers of ranks is meaningless.
 """
 

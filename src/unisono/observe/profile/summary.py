@@ -30,7 +30,7 @@ def summary(
     memory: Mapping[str, Any] | None,
     notes: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Returns the summary of a profile; its tables of operators and kernels are those of the rank with this trace."""
+    """Returns the summary of a profile; its tables of operators and kernels describe the rank of `trace`."""
     numbers = sorted({number for number, _ in trace.steps})
     return {
         "version": VERSION,

@@ -44,7 +44,7 @@ class Gallery:
     omitted: list[str] = field(default_factory=list)
     """Names of the previews that are not shown, each with the reason."""
     captions: dict[tuple[str, int], str] = field(default_factory=dict)
-    """Captions by (name, step). a.txt has the caption of a.png, line 3 of captions.txt is that of sample_02.mp4."""
+    """Captions by (name, step). a.txt has the caption of a.png; line 3 of captions.txt describes sample_02.mp4."""
 
 
 def read_previews(folder: Path) -> Gallery:

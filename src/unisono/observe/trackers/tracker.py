@@ -52,7 +52,7 @@ class Tracker:
         return None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Called with the metrics of a logged step, and with those of an evaluation. Steps never decrease."""
+        """Called with the metrics of a logged step, and with the metrics of an evaluation. Steps never decrease."""
 
     def preview(self, step: int, path: Path) -> None:
         """Called for each file that the recipe draws: an image, a video or a text."""
