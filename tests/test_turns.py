@@ -298,7 +298,7 @@ def test_each_group_has_its_own_loss_scale(runs: dict[str, Outcome]) -> None:
             "empty",
             r"actor has no weights: .* \(beginning with .actor.*\); the first trainable weight is generator.first",
         ),
-        ("same name", "two groups are called critic; give each group its own name"),
+        ("same name", "two groups are called critic; use distinct names"),
         ("name", "'a/b' cannot be the name of a group; use letters, digits, _ and -"),
         ("eval", "'eval' cannot be the name of a group"),
         ("steps", "steps of generator must be a number from 1 to 1,000,000, not 0"),

@@ -43,7 +43,7 @@ class Row:
 
     @property
     def effort(self) -> float:
-        """The sort key: the time of a step plus 1 % per complication, so that simpler rows win almost equal comparisons."""
+        """The sort key: the time of a step plus 1 % per complication, so that simpler rows win if times are similar."""
         complications = {"hsdp": 2, "fsdp": 1}.get(self.mesh.name, 0) + 2 * (self.mesh.context > 1)
         return self.time.total * (1 + 0.01 * (complications + ("blocks_on_host" in self.flags)))
 

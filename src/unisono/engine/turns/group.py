@@ -99,9 +99,7 @@ def check_groups(groups: Any) -> Sequence[Group]:
             raise RecipeError(f"groups(): lr_schedule of {group.name} must be one of {', '.join(_SCHEDULES)}, {got}")
     names = [group.name for group in groups]
     if len(set(names)) < len(names):
-        raise RecipeError(
-            f"groups(): two groups are called {max(names, key=names.count)}; give each group its own name"
-        )
+        raise RecipeError(f"groups(): two groups are called {max(names, key=names.count)}; use distinct names")
     return groups
 
 
