@@ -15,6 +15,7 @@ import pytest
 from command_line import TESTS, TINY, end, lines, losses, start, unisono, wait_until
 from ray_cluster import RayCluster, ranks, ray_cluster
 from tiny_recipe import HOLD
+from unisono.ray.driver import exit_code
 from unisono.ray.output import MergedOutput
 
 STEPS = 40
@@ -121,6 +122,14 @@ def test_messages_of_all_launchers_appear_once(capsys: pytest.CaptureFixture[str
     ]
 
 
+def test_one_machine_that_ended_well_speaks_for_the_run() -> None:
+    for codes, expected in (
+        *(({0}, 0), ({75}, 75), ({0, 3}, 0), ({75, 143}, 75)),  # a machine came too late, or exited slowly
+        *(({2, 3}, 2), ({3, 143}, 3), ({1}, 3), ({130}, 130), (set(), 3)),
+    ):
+        assert exit_code(codes) == expected, codes
+
+
 # ---- on a cluster ----
 
 
@@ -191,7 +200,7 @@ def test_a_machine_that_ray_places_later_joins_without_losing_a_step(
     tmp_path: Path, cluster: RayCluster, hold: Path, undisturbed: list[float]
 ) -> None:
     run = tmp_path / "run"
-    hold.write_text(HELD)
+    hold.write_text("2")  # longer, because a node must start in the meantime
     driver = launch(cluster, tmp_path, "--nnodes", "1:3", "--max_restarts", 0)  # begins with two after half a minute
     wait_for_steps(run, 2, 2, driver)
     cluster.make_nodes(3)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType
@@ -121,7 +121,8 @@ class Driver:
             member.actor.signal.remote(self._signals[0])
         member.node, member.node_id = report["node"], report["node_id"]
         is_main = member.number == min(each.number for each in self._members if each.node)
-        for stream, line in report["lines"]:
+        # After the end of the run, other machines have nothing to say, such as one that comes too late.
+        for stream, line in report["lines"] if is_main or self.result is None else []:
             self._output.write(member.number, stream, line, is_main=is_main)
         status = report["exit"]
         if status is None:
@@ -163,13 +164,7 @@ class Driver:
         return ended and not any(member.exit is None and member.node for member in self._members)
 
     def _exit_code(self) -> int:
-        codes = {member.exit for member in self._members if member.exit not in (None, _LOST)} or {EXIT_FAILED}
-        for code in (EXIT_USER_ERROR, EXIT_FAILED):
-            if code in codes:
-                return code
-        killed = [code for code in codes if code > 128]
-        others = codes - {EXIT_DONE, EXIT_STOPPED, *killed}
-        return EXIT_FAILED if others else killed[0] if killed else max(codes)
+        return exit_code({member.exit for member in self._members if member.exit not in (None, _LOST)})
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         if time.monotonic() - self._signal_at > SAME_PRESS_S:
@@ -189,6 +184,17 @@ class Driver:
         if self._num_forwarded > 1 and signum in (signal.SIGINT, signal.SIGTERM):
             self._kill_at = self._kill_at or time.monotonic() + _KILL_AFTER_S
         return True
+
+
+def exit_code(codes: Collection[int]) -> int:
+    """The exit code of a run whose launchers ended with these codes."""
+    # The ranks of a round end together, so one launcher that ended well speaks for the run. A machine that Ray placed
+    # too late fails, because there is nothing left to join.
+    for code in (EXIT_STOPPED, EXIT_DONE, EXIT_USER_ERROR):
+        if code in codes:
+            return code
+    killed = [code for code in codes if code > 128]
+    return killed[0] if killed and len(killed) == len(codes) else EXIT_FAILED
 
 
 def _last_line(cause: object) -> str:

@@ -86,7 +86,7 @@ def placed(
     groups: list[Any] = []
 
     def request(machines: int) -> Any:
-        groups.append(placement_group([needs.bundle] * machines, strategy="SPREAD", name="unisono"))
+        groups.append(placement_group([needs.bundle] * machines, strategy="SPREAD"))
         return groups[-1]
 
     try:
