@@ -66,7 +66,7 @@ def _train(argv: list[str]) -> int:
     kind = load_recipe(recipe)
     resolved = configure(kind, file=files, flags=flags)
     if options.print_config:
-        print(as_yaml(_fitted(check_run(kind, resolved), resolved)), end="")
+        print(as_yaml(_fitted(_check(kind, resolved, options.on), resolved)), end="")
         return EXIT_DONE
     result = _start(kind, resolved, options.on)
     if result.status == "stopped":
@@ -87,6 +87,16 @@ def _start(kind: type[Recipe], resolved: Resolved, on: str | None) -> Any:
     from unisono.ray.start import start_on_ray
 
     return start_on_ray(kind, resolved, address_in(on))
+
+
+def _check(kind: type[Recipe], resolved: Resolved, on: str | None) -> Recipe:
+    if on is None:
+        return check_run(kind, resolved)
+    from unisono.ray.connection import address_in
+    from unisono.ray.start import without_machines
+
+    address_in(on)
+    return check_run(kind, without_machines(resolved))
 
 
 def _fitted(recipe: Recipe, resolved: Resolved) -> Resolved:

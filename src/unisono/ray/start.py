@@ -40,17 +40,23 @@ def train(recipe: type[Recipe] | str, config: Any = None, *, address: str | None
         raise
 
 
+def without_machines(resolved: Resolved) -> Resolved:
+    """Returns the settings to check before Ray has chosen machines; rejects settings that Ray's driver sets itself."""
+    for name in _RAY_DECIDES:
+        if resolved.explicit(name):
+            raise ConfigError(f"{name}: on Ray the driver decides; remove it")
+    machines(resolved.build(Settings).launch)  # rejects an invalid nnodes
+    return resolved.with_values("default", nnodes=1)
+
+
 def start_on_ray(recipe_class: type[Recipe], resolved: Resolved, address: str | None) -> Any:
     """Trains on the Ray cluster at `address`; returns the result of the run."""
     world = detect()
     if world.launcher != "plain":
         raise UserError(f"--on ray starts the ranks itself; run it without {world.launcher}")
     resolved = with_absolute_paths(resolved)
-    for name in _RAY_DECIDES:
-        if resolved.explicit(name):
-            raise ConfigError(f"{name}: on Ray the driver decides; remove it")
     fewest, most = machines(resolved.build(Settings).launch)
-    check_settings(resolved.with_values("default", nnodes=1).build(Settings))
+    check_settings(without_machines(resolved).build(Settings))
     check_own(resolved.values["track"])
     reference = importable_name(recipe_class)
     if reference is None:
