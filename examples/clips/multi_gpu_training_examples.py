@@ -1,11 +1,11 @@
 """Seven short examples of training your own model.
 
-python multi_gpu_training_examples.py                 all of them in order
-python multi_gpu_training_examples.py 1 6             the first and the sixth
+python multi_gpu_training_examples.py                 runs all examples in order
+python multi_gpu_training_examples.py 1 6             runs the first and the sixth example
 
-1 DataParallel  2 DistributedDataParallel  3 automatic strategy  4 benchmark  5 memory  6 a loop of your own  7 errors
+1 DataParallel  2 DistributedDataParallel  3 automatic strategy  4 benchmark  5 memory  6 your own loop  7 errors
 
-Each runs unchanged on the CPU, one GPU or several GPUs; all but the first also run under torchrun:
+Each example runs unchanged on the CPU, one GPU or several GPUs; all except the first also run under torchrun:
 
 torchrun --nproc_per_node=2 multi_gpu_training_examples.py 3 6
 """

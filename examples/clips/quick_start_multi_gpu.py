@@ -1,10 +1,10 @@
 """Train your own model on all GPUs in one minute.
 
-python quick_start_multi_gpu.py --check               reports what is installed, which devices are visible, and problems
-python quick_start_multi_gpu.py --epochs 10           a short real training on every device
+python quick_start_multi_gpu.py --check               reports the installation, the visible devices and any problems
+python quick_start_multi_gpu.py --epochs 10           runs a short real training on every device
 python quick_start_multi_gpu.py --interactive         asks questions, writes a config file and prints the command
-python quick_start_multi_gpu.py --config FILE         trains with such a config file
-python quick_start_multi_gpu.py --benchmark           throughput on all devices and on one
+python quick_start_multi_gpu.py --config FILE         trains with a config file written by --interactive
+python quick_start_multi_gpu.py --benchmark           measures throughput on all devices and on one device
 
 The task: in which of four directions does a square move? A single frame does not reveal it.
 """

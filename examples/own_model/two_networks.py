@@ -1,10 +1,10 @@
-"""Two networks that are trained against each other (a GAN): a generator draws points, a critic detects them.
+"""Two networks trained against each other (a GAN): a generator creates points, and a critic detects them.
 
 unisono train examples/own_model/two_networks.py:Duel --nproc 2          two CPU ranks; --gpus all uses your GPUs
 unisono verify examples/own_model/two_networks.py:Duel --ranks 1,2,3     checks that 1, 2 and 3 ranks train the same
 
-The real points lie on two interleaved half circles. `outside`, a metric of the evaluation, is the fraction of generated
-points that are far from both; `previews/` show where they are.
+The real points lie on two interleaved half circles. The evaluation metric `outside` is the fraction of generated points
+that are far from both half circles; the files in `previews/` show the generated points.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ def network(inputs: int, hidden: int, outputs: int) -> nn.Module:
 
 
 class Networks(nn.Module):
-    """Both networks in one module, whose parts the groups name."""
+    """Both networks in one module. The groups refer to its two parts by name."""
 
     def __init__(self, hidden: int, random: int) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ def half_circles(angle: Tensor, moon: Tensor) -> Tensor:
 
 
 class Duel(Recipe):
-    """Draws points like those of two half circles."""
+    """Learns to generate points on two half circles."""
 
     defaults = {"batch_size": 128, "max_steps": 6000, "num_workers": 0, "beta1": 0.5, "beta2": 0.9, "grad_clip": 0.0}
 
@@ -56,12 +56,12 @@ class Duel(Recipe):
         critic_steps: int = 2
         """Number of critic steps before each generator step."""
         smoothness: float = 0.1
-        """Weight of the penalty on the critic's slope at real points, without which the game oscillates."""
+        """Weight of the penalty on the critic's slope at real points. Without this penalty, training oscillates."""
 
     fixed = ("num_points", "spread", "hidden", "random", "critic_steps")
 
     def groups(self) -> list[Group]:
-        # Trained in this order, again and again. Unset options are those of the run, such as --learning_rate.
+        # Trained in this order, repeatedly. Unset options have the values of the run's settings.
         return [
             Group("critic", weights="critic.", steps=self.config.critic_steps, learning_rate=1e-3),
             Group("generator", weights="generator.", learning_rate=5e-4, lr_schedule="linear", ema_decay=0.99),
@@ -79,7 +79,7 @@ class Duel(Recipe):
     def loss(self, model: Networks, batch: list[Tensor], noise) -> Loss:
         [real] = batch
         fake = model.generator(noise.normal(self.config.random, dtype=real.dtype))
-        if self.group == "generator":  # only its weights have gradients now, which flow through the critic
+        if self.group == "generator":  # only its weights get gradients, which flow through the critic
             return Loss(softplus(-model.critic(fake)).sum(), len(real))
         of_real, of_fake = model.critic(real), model.critic(fake.detach())
         # The slope from a small random shift: sharded weights (fsdp) do not allow gradients of gradients.
@@ -94,7 +94,7 @@ class Duel(Recipe):
         where = torch.linspace(0, torch.pi, 64, device=real.device, dtype=real.dtype)
         points = torch.cat([half_circles(where, torch.full_like(where, moon)) for moon in (0, 1)])
         distance = torch.cdist(fake, points).min(dim=1)
-        upper = (distance.indices < len(where)).sum()  # points that are nearest to the first half circle
+        upper = (distance.indices < len(where)).sum()  # points whose nearest half circle is the first one
         return {"outside": ((distance.values > 0.25).sum(), len(real)), "upper": (upper, len(real))}
 
     def preview(self, model: Networks, step: int) -> dict[str, str]:

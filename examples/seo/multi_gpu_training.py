@@ -4,7 +4,7 @@ python multi_gpu_training.py                          one process, on one GPU, s
 torchrun --nproc_per_node=2 multi_gpu_training.py     the same training in two processes, on two GPUs or the CPU
 python multi_gpu_training.py --model_name minilm      trains MiniLM with a LoRA instead of a tiny model
 
-pages.csv contains short pages, labelled 1 if the page answers its question and 0 if it only promises to.
+pages.csv contains short pages, labelled 1 if the page answers its question and 0 if it only promises an answer.
 """
 
 from __future__ import annotations

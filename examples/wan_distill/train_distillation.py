@@ -1,4 +1,4 @@
-"""Distils a Wan model into a smaller one, from prompts alone. Run it from this folder, in any of these ways:
+"""Distils a Wan model into a smaller model, given only prompts. Run it from this folder, in any of these ways:
 
 python train_distillation.py --teacher_path tiny --student_config config/tiny_student.json --data_path shapes
 python train_distillation.py --teacher_path "Wan-AI/Wan2.1-T2V-1.3B-Diffusers" \
@@ -8,8 +8,8 @@ python train_distillation.py --teacher_path "Wan-AI/Wan2.1-T2V-1.3B-Diffusers" \
 torchrun --nproc_per_node=4 train_distillation.py ... --distributed one process per GPU (faster)
 sbatch train_distillation.slurm ...
 
-It runs `unisono train wan-distill` and accepts the flags of the original script; a note is printed if the meaning of
-one differs. --help lists all settings. Afterwards: python run_inference.py --model_path ./outputs/wan_t2i ...
+It runs `unisono train wan-distill` and accepts the flags of the original script; it prints a note if the meaning
+of a flag differs. --help lists all settings. Afterwards, run python run_inference.py --model_path ./outputs/wan_t2i ...
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ torchrun --nproc_per_node=2 train_flow_matching.py --batch_size 2
 sbatch train_flow_matching.slurm
 
 It runs `unisono train wan-flow` and accepts the flags of the original script. The default model is
-models/wan2.2_ti2v_5B_fp16.safetensors if that file exists, otherwise a tiny one that learns built-in shapes. --help
+models/wan2.2_ti2v_5B_fp16.safetensors if that file exists, otherwise a tiny model that learns built-in shapes. --help
 lists all settings. For your own loop: `from train_flow_matching import FlowMatchingTrainer`.
 """
 

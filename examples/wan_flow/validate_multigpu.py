@@ -1,6 +1,6 @@
-"""Checks on this machine that two processes train like one, by training.
+"""Checks on this machine, with short training runs, that two processes train like one.
 
-python validate_multigpu.py                                  the tiny model on 1 and 2 ranks, ddp and fsdp: minutes
+python validate_multigpu.py                                  the tiny model on 1 and 2 ranks, ddp and fsdp
 python validate_multigpu.py --ranks 1,4 --strategies ddp
 python validate_multigpu.py --model_path … --dataset_path … --precision bf16       your own model and data
 
