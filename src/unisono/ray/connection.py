@@ -41,7 +41,7 @@ def check_address(address: str) -> None:
 
 @contextlib.contextmanager
 def connected(address: str | None) -> Iterator[None]:
-    """Connects to the cluster at `address`; without one, to that of RAY_ADDRESS or of this machine.
+    """Connects to the cluster at `address`; by default to the cluster of RAY_ADDRESS or of this machine.
 
     A program that is connected already, because it called `ray.init` or is a task of Ray, stays connected.
     """

@@ -1,9 +1,9 @@
 """The driver of a run on Ray: creates the machines, replaces lost ones, forwards signals, and collects the outcome.
 
-What happens when a node is lost: its ranks and launcher die with it. The rendezvous, in this process, notices that at
-once (after 15 s if the node is only cut off), and the other machines regroup: they continue if they are enough, and
-otherwise wait. Meanwhile Ray reports that the actor is dead, and the driver creates a new one in the same bundle, which
-Ray places as soon as a node has room for it. Its launcher joins like any machine that comes back.
+If a node is lost, its ranks and its launcher die with it. The rendezvous, in this process, detects the loss at once
+(after 15 s if the node is only disconnected), and the other machines regroup: they continue if there are enough of
+them, and otherwise wait. Meanwhile Ray reports that the actor is dead, and the driver creates a new actor in the same
+bundle, which Ray places as soon as a node has room for it. The new actor's launcher then joins the run.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Driver:
         host: RendezvousHost,
         max_restarts: int,
     ) -> None:
-        """`start` returns the arguments of `Machine` for the machine of a number."""
+        """`start` returns the arguments of `Machine` for the machine with a given number."""
         self._members = [_Member(number, place) for number, place in enumerate(places)]
         self._needs, self._start, self._host, self._max_restarts = needs, start, host, max_restarts
         self._output = MergedOutput()
@@ -137,7 +137,7 @@ class Driver:
                 self._host.end_run("the run has failed on another machine; see its output for the cause")
 
     def _replace(self, member: _Member, cause: object) -> None:
-        """Creates the actor of a machine again, because the old one is gone; fails the run if that is no use."""
+        """Creates the actor of a machine again after the old one was lost; fails the run if a new one cannot help."""
         import ray
 
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
@@ -159,7 +159,7 @@ class Driver:
         self._create(member)
 
     def _has_ended(self) -> bool:
-        """Whether a machine has ended the run, and no other is still working."""
+        """Whether a machine has ended the run, and no other machine is still working."""
         ended = any(member.exit is not None for member in self._members)
         return ended and not any(member.exit is None and member.node for member in self._members)
 
@@ -172,7 +172,7 @@ class Driver:
         self._signal_at = time.monotonic()
 
     def _forward_signals(self) -> bool:
-        """Sends new signals to all machines; returns False if there is none yet."""
+        """Sends new signals to all machines; returns False if there is no machine yet."""
         signum = self._signals[self._num_forwarded]
         self._num_forwarded += 1
         running = [member for member in self._members if member.node and member.exit is None]

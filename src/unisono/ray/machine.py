@@ -1,4 +1,4 @@
-"""The Ray actor that stands for one machine of a run: it runs unisono's launcher in a process of its own.
+"""The Ray actor that represents one machine of a run; it runs unisono's launcher in a separate process.
 
 The launcher has its own process because it handles signals and because torch's elastic agent must run in a main thread.
 It dies with the actor, and its ranks die with it, whether Ray kills the actor, its node is lost or the driver ends.
@@ -100,7 +100,7 @@ class Machine:
         }
 
     def signal(self, signum: int) -> None:
-        """Sends a signal to the launcher, which asks the ranks to save and stop; a second one kills them."""
+        """Sends a signal to the launcher, which asks the ranks to save and stop; a second signal kills them."""
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(signum)
 

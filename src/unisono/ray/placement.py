@@ -1,4 +1,4 @@
-"""Asks Ray for the machines of a run: what each needs, and where Ray puts them.
+"""Requests the machines of a run from Ray, and waits until Ray has placed them.
 
 All machines are one placement group, so that two runs never wait for each other with half of their machines each. Ray
 spreads it over the nodes, and finds a new place for the machines of a node that is lost. If a run accepts fewer
@@ -36,7 +36,7 @@ class Needs:
         return {"CPU": float(self.ranks), **({"GPU": float(self.gpus)} if self.gpus else {})}
 
     def describe(self) -> str:
-        """The resources in words."""
+        """Describes the resources in words."""
         return format_count(self.ranks, "CPU") + (f" and {format_count(self.gpus, 'GPU')}" if self.gpus else "")
 
 
