@@ -18,23 +18,29 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from unisono.recipes.seo.site.analysis import Model
+    from unisono.recipes.seo.data.search_console import SearchConsole
+    from unisono.recipes.seo.site.analysis import Comparison, Model
     from unisono.recipes.seo.site.changes import Changes
     from unisono.recipes.seo.site.crawling.crawler import Limits
     from unisono.recipes.seo.site.report import Findings
+    from unisono.recipes.seo.trained import SiteEncoder
+
+_MAX_QUERIES = 300  # queries of a Search Console export, by impressions
 
 
 def main(argv: list[str], model: Model | None = None) -> int:
     """Runs the command; a caller may pass a model instead of a run."""
     options = _options(argv)
     queries = _queries(options.queries) if options.queries else []
+    export = _export(options)
+    queries = queries or (export.top_queries(_MAX_QUERIES) if export else [])
     from unisono.formatting import format_count
     from unisono.recipes.seo.site.analysis import analyse
     from unisono.recipes.seo.site.changes import compare, read_earlier
     from unisono.recipes.seo.site.fetching import Fetcher
     from unisono.recipes.seo.site.keywords import read_keywords
     from unisono.recipes.seo.site.pages import open_site
-    from unisono.recipes.seo.site.report import write_report
+    from unisono.recipes.seo.site.report import write_labels, write_report
 
     keywords = read_keywords(options.keywords)
     private_hosts = [*options.private_host, *([urlsplit(options.site).hostname or ""] if "://" in options.site else [])]
@@ -43,14 +49,18 @@ def main(argv: list[str], model: Model | None = None) -> int:
     _check_output(output, options.overwrite)
     earlier = read_earlier(options.compare) if options.compare else None
     site = open_site(options.site, fetcher, options.most_pages, _limits(options))
-    if model is None and options.run is not None:
+    is_only_encoder = not queries and (options.semantic or options.old) and _task_of(options.run or Path()) == "rank"
+    if model is None and options.run is not None and not is_only_encoder:
         model = _trained_model(options, queries)
-    findings = analyse(site, keywords, queries, model, options.base_url)
+    findings = analyse(site, keywords, queries, model, options.base_url, _comparison(options, export))
     _check_reached(site.name, findings)
     if earlier is not None:
         read = {each.name for each in findings.pages if not each.unreadable}
         findings.changes = compare(earlier, findings.all_findings(), read)
     page = write_report(output, findings)
+    if options.labels:
+        write_labels(options.labels, findings)
+        print(f"{options.labels}: {format_count(len(findings.labels), 'pair')} of query and page")
     failed = sum(bool(each.failed) for each in findings.pages)
     unread = sum(bool(each.unreadable) for each in findings.pages)
     for host, size in findings.fetched.items():
@@ -80,6 +90,37 @@ def _options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--run", type=Path, help="folder of a trained run or of a model (default: rules only)")
     parser.add_argument(
         "--queries", type=Path, metavar="FILE", help="text file with one query per line; shows the best pages for each"
+    )
+    parser.add_argument(
+        "--semantic",
+        action="store_true",
+        help="compare the pages with each other: duplicates in other words, off-topic and unreachable pages, several "
+        "pages for one query, missing links, topics",
+    )
+    parser.add_argument(
+        "--encoder",
+        metavar="MODEL",
+        help="encoder for --semantic, which it includes: minilm, a model's folder, or a run of the task rank; nothing "
+        "is downloaded (default: --run if it embeds pages, otherwise BM25)",
+    )
+    parser.add_argument(
+        "--old",
+        metavar="SITE",
+        help="folder of an earlier version of the site; suggests redirects for its pages (includes --semantic)",
+    )
+    parser.add_argument(
+        "--search_console",
+        type=Path,
+        metavar="EXPORT",
+        help="export of Google Search Console, .csv or .zip: shows clicks and positions beside the scores, and several "
+        "pages that Google showed for one query (includes --semantic; without --queries, its queries are used)",
+    )
+    parser.add_argument(
+        "--labels",
+        type=Path,
+        metavar="FILE",
+        help="write queries and pages with clicks to this .jsonl, with weights from clicks and position, as data of "
+        "the task rank; needs --search_console with both columns",
     )
     parser.add_argument(
         "--keywords",
@@ -214,18 +255,69 @@ def _queries(path: Path) -> list[str]:
     return [query for query in dict.fromkeys(lines) if query]
 
 
+def _export(options: argparse.Namespace) -> SearchConsole | None:
+    if options.labels and not options.search_console:
+        raise ConfigError("--labels writes pairs from clicks; pass --search_console FILE")
+    if options.labels and options.labels.exists() and not options.overwrite:
+        raise ConfigError(f"{options.labels} already exists; pass --overwrite, or another --labels")
+    if not options.search_console:
+        return None
+    from unisono.recipes.seo.data.search_console import read_search_console
+
+    export = read_search_console(options.search_console)
+    if options.labels and not export.pairs:
+        raise ConfigError(one_line(f"--labels: {export.remarks[0]}"))
+    return export
+
+
+def _comparison(options: argparse.Namespace, export: SearchConsole | None) -> Comparison | None:
+    """The encoder and the earlier version of the site, if the pages are to be compared."""
+    if not (options.semantic or options.encoder or options.old or export):
+        return None
+    from unisono.recipes.seo.site.analysis import Comparison
+    from unisono.recipes.seo.site.pages import open_site
+
+    old = open_site(options.old) if options.old else None
+    return Comparison(_encoder(options), old, export)
+
+
+def _encoder(options: argparse.Namespace) -> SiteEncoder | None:
+    place = options.encoder
+    if place is None:
+        task = _task_of(options.run) if options.run is not None else "score"
+        if task != "rank":
+            return None
+        place = str(options.run)
+    elif not Path(place).expanduser().is_dir() and place != "minilm":
+        raise ConfigError(f"--encoder {place}: no such folder; unisono seo downloads no models")
+    from unisono.recipes.seo.trained import open_encoder
+
+    encoder = open_encoder(place)
+    if encoder is None and options.encoder is not None:
+        raise ConfigError(f"--encoder {place}: reads query and page together and embeds nothing; pass minilm")
+    return None if encoder is None else encoder.to(usable_device(options.device))
+
+
+def _task_of(run: Path) -> str | None:
+    """The task of a run; None if it is not a run, such as a model's folder."""
+    from unisono.observe.folder import RunFolder
+
+    if str(run) == "minilm":
+        return "rank"
+    config = (RunFolder.read(run) or {}).get("config", {})
+    return config.get("task") if isinstance(config, dict) else None
+
+
 def _trained_model(options: argparse.Namespace, queries: Sequence[str]) -> Model:
     """Loads the model of a run or of a model folder, as a ranker if there are queries and as a scorer otherwise."""
     run: Path = options.run
     if not run.is_dir() and str(run) != "minilm":
         raise ConfigError(f"--run {run}: no such folder; unisono seo downloads no models")
-    from unisono.observe.folder import RunFolder
     from unisono.recipes.seo.site.analysis import Model
     from unisono.recipes.seo.trained import open_ranker, open_scorer
 
     device = usable_device(options.device)
-    config = (RunFolder.read(run) or {}).get("config", {})
-    task = config.get("task") if isinstance(config, dict) else None
+    task = _task_of(run) if str(run) != "minilm" else None
     if task == "rank" and not queries:
         raise ConfigError(f"--run {run} ranks pages for queries; pass --queries FILE, with one query per line")
     if task == "rank" or (task != "score" and queries):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from unisono.engine.export import load_trained
@@ -146,6 +147,29 @@ def open_ranker(
         raise UserError(f"{place} is a classifier with {_num_labels(str(place))} classes; expected a ranking model")
     model = load_classifier(config, tokenizer, 1)
     return Ranker(model, tokenizer, config, f"as in {place}", config.max_length)
+
+
+class SiteEncoder:
+    """Embeds queries and pages for the comparison of a site's pages."""
+
+    def __init__(self, ranker: Ranker, name: str) -> None:
+        self.name, self._ranker = name, ranker
+
+    def to(self, device: torch.device | str) -> SiteEncoder:
+        """Moves the model to a device."""
+        self._ranker.to(device)
+        return self
+
+    def embed(self, texts: Sequence[str], kind: Kind = "page") -> NDArray[np.float32]:
+        """Returns unit vectors [texts, width]."""
+        return self._ranker.embed(texts, kind).numpy().astype(np.float32)
+
+
+def open_encoder(place: str | Path) -> SiteEncoder | None:
+    """Opens a run of the task `rank`, or a model, as an encoder; None if it embeds nothing, as a cross-encoder."""
+    with nothing_fetched():
+        ranker = open_ranker(place)
+    return SiteEncoder(ranker, f"{place} ({ranker.description})") if ranker.embeds else None
 
 
 def open_scorer(

@@ -7,13 +7,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono.recipes.seo.data.pages import Page
+from unisono.recipes.seo.data.pages import Page, parse_page
 from unisono.recipes.seo.site.duplicates import Duplicates
 from unisono.recipes.seo.site.fetching import Unreadable
 from unisono.recipes.seo.site.gathering import Gathering
@@ -21,8 +22,16 @@ from unisono.recipes.seo.site.keywords import KeywordPages, Keywords
 from unisono.recipes.seo.site.page_rules import check_page
 from unisono.recipes.seo.site.pages import Site
 from unisono.recipes.seo.site.report import Answer, DuplicateGroup, Findings, PageFindings, is_report
+from unisono.recipes.seo.site.semantic.contents import Contents
 from unisono.recipes.seo.site.technical.checks import technical_findings
+from unisono.recipes.seo.site.technical.page_facts import PageFacts, add_facts
+from unisono.recipes.seo.site.technical.site_facts import SiteFacts
 from unisono.recipes.seo.site.text_rules import Check, words_of
+
+if TYPE_CHECKING:
+    from unisono.recipes.seo.data.search_console import SearchConsole
+    from unisono.recipes.seo.site.semantic.rivals import Seen
+    from unisono.recipes.seo.site.semantic.space import Encoder
 
 _BLOCK = 64  # pages per call of the model
 _TOP_PAGES, _TOP_QUERIES = 10, 3
@@ -40,15 +49,29 @@ class Model:
     """Scores each text for each query: [queries, pages]."""
 
 
+@dataclass(frozen=True)
+class Comparison:
+    """Requests that the pages are compared with each other."""
+
+    encoder: Encoder | None = None
+    """None: by BM25 only."""
+    old: Site | None = None
+    """An earlier version of the site, whose pages are mapped to the new ones."""
+    export: SearchConsole | None = None
+    """Clicks and positions from Google."""
+
+
 def analyse(
     site: Site,
     keywords: Keywords | None = None,
     queries: Sequence[str] = (),
     model: Model | None = None,
     base_url: str | None = None,
+    comparison: Comparison | None = None,
 ) -> Findings:
     """Checks every page of a site with rules and scores it with a model; `base_url` is the URL of a local folder."""
-    analysis = _Analysis(site, KeywordPages(keywords or Keywords()), queries, model, Gathering(site, base_url))
+    matches, gathering = KeywordPages(keywords or Keywords()), Gathering(site, base_url)
+    analysis = _Analysis(site, matches, queries, model, gathering, comparison)
     texts = analysis.read_pages()
     if queries:
         from unisono.recipes.seo.metrics.baselines import BM25
@@ -67,9 +90,13 @@ class _Analysis:
         queries: Sequence[str],
         model: Model | None,
         gathering: Gathering,
+        comparison: Comparison | None = None,
     ) -> None:
         self._site, self._keyword_pages, self._queries, self._model = site, keyword_pages, queries, model
-        self._gathering = gathering
+        self._gathering, self._comparison = gathering, comparison
+        self._contents: Contents | None = None
+        if comparison is not None:
+            self._contents = Contents()
         self._duplicates = Duplicates()
         self._best = _Best(len(queries), len(site.pages))
         self._findings = Findings(site.name, [])
@@ -108,6 +135,8 @@ class _Analysis:
             page, unreadable = Page(name), str(error)
             self._gathering.add_unreadable(name, source)
         self._duplicates.add(page)
+        if self._contents is not None:
+            self._contents.add(page, self._gathering.last_link_texts())
         checks: list[Check] = []
         if not unreadable:
             checks = check_page(page, exists=self._site.exists_from(source))
@@ -150,7 +179,16 @@ class _Analysis:
         for number, check in self._keyword_pages.checks():
             findings.pages[number].checks.append(check)
         self._add_duplicates()
-        findings.technical = technical_findings(self._gathering.finish())
+        facts = self._gathering.finish()
+        findings.technical = technical_findings(facts)
+        if self._comparison is not None and self._contents is not None:
+            from unisono.recipes.seo.site.semantic.compare import compare_pages
+
+            comparison = self._comparison
+            old = None if comparison.old is None else _contents_of(comparison.old)
+            seen = self._add_clicks(comparison.export, facts) if comparison.export is not None else {}
+            meaning = compare_pages(facts, self._contents, comparison.encoder, self._queries, old, seen)
+            findings.meaning = meaning
         findings.fetched = dict(site.fetcher.fetched) if site.fetcher else {}
         remarks = list(site.remarks)
         if model is None:
@@ -164,8 +202,32 @@ class _Analysis:
             remarks.append("Read from local files; nothing was fetched.")
         if site.fetcher is not None and site.crawl is None:
             remarks.append("Broken links are only detected in local files and in a crawl.")
+        remarks += findings.meaning.remarks if findings.meaning else []
         findings.remarks = [*remarks, *self._keyword_pages.remarks()]
         return findings
+
+    def _add_clicks(self, export: SearchConsole, facts: SiteFacts) -> dict[str, dict[int, Seen]]:
+        """Adds clicks and positions to pages and to the answers of queries; returns them for each query's pages."""
+        from unisono.recipes.seo.site.semantic.clicks import decay_of, seen_pages, total_of, weak_labels
+
+        findings = self._findings
+        by_query, by_page, num_missing = seen_pages(export, facts)
+        for number, seen in by_page.items():
+            findings.pages[number].seen = seen
+        for query, answers in findings.queries:
+            for answer in answers:
+                answer.seen = by_query.get(query, {}).get(answer.page)
+        findings.seen_queries = {row.query: total_of([row]) for row in export.queries if row.query}
+        for query, rows in export.rows_by_query().items():
+            findings.seen_queries.setdefault(query, total_of(rows))
+        self._site.remarks += export.remarks
+        if num_missing:
+            self._site.remarks.append(
+                f"The Search Console export names {num_missing:,} pages that the site does not have."
+            )
+        if export.pairs:
+            findings.labels = weak_labels(by_query, decay_of(export.pairs))
+        return by_query
 
     def _add_duplicates(self) -> None:
         """Adds the groups of duplicates, and a failed check for each page of a group."""
@@ -185,6 +247,21 @@ class _Analysis:
                 other = findings.pages[next(number for number in group.pages if number != page)].name
                 more = f" and {len(group.pages) - 2:,} more" if len(group.pages) > 2 else ""
                 findings.pages[page].checks.append(Check(group.kind, False, f"as {other[:100]}{more}", advice))
+
+
+def _contents_of(site: Site) -> tuple[list[str], Contents]:
+    """Names and contents of the pages of a site; pages that cannot be read are skipped."""
+    names, contents = list[str](), Contents()
+    for name, source in site.pages:
+        try:
+            facts = PageFacts(name, name)
+            page = parse_page(site.read(source), name, partial(add_facts, facts))
+        except Unreadable:
+            continue
+        if page.is_html:
+            names.append(name)
+            contents.add(page, [link.text for link in facts.links])
+    return names, contents
 
 
 def text_for_models(page: Page) -> str:

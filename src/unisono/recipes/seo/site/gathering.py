@@ -39,6 +39,10 @@ class Gathering:
         self._pages.append(facts)
         return page
 
+    def last_link_texts(self) -> list[str]:
+        """The texts of the links of the page that was added last."""
+        return [link.text for link in self._pages[-1].links]
+
     def add_unreadable(self, name: str, source: Path | str) -> None:
         """Adds a page that cannot be read."""
         self._pages.append(PageFacts(name, self._url_of(name, source), is_page=False))

@@ -9,19 +9,27 @@ import json
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from unisono import __version__
 from unisono.pages.kit import generator, relative_link, render, web_link
 from unisono.recipes.common.cache_files import write_cache_file
 from unisono.recipes.seo.site.changes import Changes
 from unisono.recipes.seo.site.finding import SEVERITIES, Finding, of_check, worst_first
-from unisono.recipes.seo.site.tables import findings_csv
+from unisono.recipes.seo.site.tables import csv_of, findings_csv
 from unisono.recipes.seo.site.text_rules import Check
+
+if TYPE_CHECKING:
+    from unisono.recipes.seo.site.semantic.clicks import Label
+    from unisono.recipes.seo.site.semantic.results import Meaning
+    from unisono.recipes.seo.site.semantic.rivals import Seen
 
 FILES = ("report.html", "report.json", "findings.csv")
 MAX_PAGES, MAX_QUERIES, MAX_GROUPS, MAX_OF_KIND = 5_000, 300, 300, 200
 """Largest numbers of entries that the HTML page shows; report.json contains all."""
+
+REDIRECTS = "redirects.csv"
+"""Written if pages of an earlier version of the site were mapped to the new ones."""
 
 _KIND = "seo"
 
@@ -42,6 +50,8 @@ class PageFindings:
     label: str = ""
     """The most likely class of the page."""
     best_queries: list[tuple[str, float]] = field(default_factory=list)
+    seen: Seen | None = None
+    """Clicks and position in Google."""
 
     @property
     def failed(self) -> list[Check]:
@@ -58,6 +68,7 @@ class PageFindings:
             "score": None if self.score is None else round(self.score, 5),
             "label": self.label or None,
             "best_queries": [{"query": query, "score": round(score, 5)} for query, score in self.best_queries],
+            **({"google": _seen_json(self.seen)} if self.seen else {}),
             "checks": [asdict(check) for check in self.checks],
         }
 
@@ -70,6 +81,8 @@ class Answer:
     score: float
     bm25_rank: int | None
     """Rank by BM25, from 1; None if the page shares no word with the query."""
+    seen: Seen | None = None
+    """How often Google showed the page for the query."""
 
 
 @dataclass
@@ -100,14 +113,21 @@ class Findings:
     """Findings of the technical checks, worst first."""
     changes: Changes | None = None
     """Comparison with an earlier report."""
+    meaning: Meaning | None = None
+    """Comparison of the pages with each other."""
+    seen_queries: dict[str, Seen] = field(default_factory=dict)
+    """How often Google showed the site for each query."""
+    labels: list[Label] = field(default_factory=list)
+    """Pages that answer queries, as clicks suggest."""
 
     def all_findings(self) -> list[Finding]:
-        """The technical findings and those of the pages' failed checks, worst first."""
+        """All findings: technical, by comparison of pages, and of the pages' failed checks; worst first."""
         # The technical finding of a broken link names each link.
         checked = [
             of_check(page.name, check) for page in self.pages for check in page.failed if check.name != "broken links"
         ]
-        return worst_first([*self.technical, *checked])
+        compared = self.meaning.findings() if self.meaning else []
+        return worst_first([*self.technical, *compared, *checked])
 
     def to_json(self) -> dict[str, Any]:
         """The content of report.json."""
@@ -122,6 +142,7 @@ class Findings:
             "ranked_by": self.ranked_by or None,
             "findings": [finding.to_json() for finding in self.all_findings()],
             "changes": self.changes.to_json() if self.changes else None,
+            "meaning": self.meaning.to_json() if self.meaning else None,
             "pages": [page.to_json() for page in self.pages],
             "duplicates": [
                 {"what": group.kind, "share": round(group.share, 3), "pages": [names[number] for number in group.pages]}
@@ -130,8 +151,14 @@ class Findings:
             "queries": [
                 {
                     "query": query,
+                    **({"google": _seen_json(self.seen_queries[query])} if query in self.seen_queries else {}),
                     "pages": [
-                        {"page": names[each.page], "score": round(each.score, 5), "place_by_words": each.bm25_rank}
+                        {
+                            "page": names[each.page],
+                            "score": round(each.score, 5),
+                            "place_by_words": each.bm25_rank,
+                            **({"google": _seen_json(each.seen)} if each.seen else {}),
+                        }
                         for each in answers
                     ],
                 }
@@ -140,12 +167,38 @@ class Findings:
         }
 
 
+def _seen_json(seen: Seen) -> dict[str, float]:
+    return {"clicks": seen.clicks, "impressions": seen.impressions, "position": round(seen.position, 2)}
+
+
+def write_labels(file: Path, findings: Findings) -> None:
+    """Writes the labels from clicks as a .jsonl that the task rank trains on; training ignores the weights."""
+    assert findings.meaning is not None
+    lines = [
+        json.dumps(
+            {
+                "query": label.query,
+                "positive": findings.meaning.texts[label.page],
+                "weight": round(label.weight, 4),
+                "page": findings.pages[label.page].name,
+                **_seen_json(label.seen),
+            },
+            ensure_ascii=False,
+        )
+        for label in findings.labels
+    ]
+    write_cache_file(file, "".join(f"{line}\n" for line in lines).encode("utf-8", "replace"))
+
+
 def write_report(folder: Path, findings: Findings) -> Path:
     """Writes all files atomically; returns the path of the HTML page."""
     content = json.dumps(findings.to_json(), indent=1, ensure_ascii=False, allow_nan=False)
     table = findings_csv(findings.all_findings())
     for name, text in zip(FILES, (html(findings, folder), content, table), strict=True):
         write_cache_file(folder / name, text.encode("utf-8", "replace"))
+    if findings.meaning is not None and findings.meaning.moves:
+        redirects = csv_of(("old", "new", "similarity", "bm25_rank"), findings.meaning.redirects())
+        write_cache_file(folder / REDIRECTS, redirects.encode("utf-8", "replace"))
     return folder / FILES[0]
 
 
@@ -176,6 +229,7 @@ def html(findings: Findings, folder: Path) -> str:
         groups=findings.duplicates[:MAX_GROUPS],
         num_more_groups=max(0, len(findings.duplicates) - MAX_GROUPS),
         kinds=_by_kind(findings.technical),
+        meanings=_by_kind(findings.meaning.findings()) if findings.meaning else [],
         severities=[(name, number) for name in SEVERITIES if (number := severities[name])],
         changes=findings.changes,
         most=MAX_OF_KIND,

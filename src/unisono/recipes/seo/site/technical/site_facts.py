@@ -76,6 +76,16 @@ class SiteFacts:
             url = self.base + url.removeprefix(NO_HOST)
         return key_of(url, self.base, self.is_local)
 
+    def page_of_path(self, url: str) -> int | None:
+        """The page of a local site that has the path of a URL, whatever its host; for sites that name no host."""
+        if not self.base.startswith(NO_HOST):
+            return None
+        try:
+            key = self.key(self.base + urlsplit(url).path.lstrip("/"))
+        except ValueError:
+            return None
+        return None if key is None else self._numbers.get(key)
+
     def _resolve(self, url: str) -> Target:
         chain: list[Redirect] = []
         seen = set[str]()
