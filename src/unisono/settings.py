@@ -19,7 +19,7 @@ class RunSettings:
     """The run"""
 
     output_dir: str | None = None
-    """Run folder. If it already contains a run, training continues from that run's newest checkpoint. Default: runs/<recipe>-<time>."""
+    """Run folder. If it already contains a run, training continues from that run's newest checkpoint. s3://BUCKET/FOLDER: works in a local cache folder, copies the run to this address (see mirror), and restores it from there on another machine. Default: runs/<recipe>-<time>."""
     max_steps: int | None = None
     """Number of optimizer steps after which the run ends, unless num_epochs ends it earlier."""
     num_epochs: int | None = None
@@ -27,7 +27,7 @@ class RunSettings:
     seed: int = 0
     """Random seed of the initial weights, the sample order and all noise. It cannot change within a run."""
     resume: str = "auto"
-    """Checkpoint to resume from. auto: the newest valid checkpoint in output_dir, if there is one; never: start a new run and refuse an output_dir that has checkpoints; or the path of a checkpoint or of another run's folder."""
+    """Checkpoint to resume from. auto: the newest valid checkpoint in output_dir, if there is one; never: start a new run and refuse an output_dir that has checkpoints; or the path or s3:// address of a checkpoint or of another run's folder."""
     deterministic: bool = False
     """Use deterministic kernels and a fixed gradient bucket layout, so that a repeated or resumed run is bitwise identical (slower)."""
     inject: str | None = None
@@ -262,6 +262,10 @@ class SaveSettings:
     """Number of newest checkpoints to keep, besides the best one. 0: keep all."""
     async_save: bool = True
     """Write checkpoints in the background while training continues; takes host memory for a copy of the state."""
+    mirror: str | None = None
+    """Address in object storage, such as s3://BUCKET/FOLDER, to which a process in the background copies each checkpoint, with metrics, events and previews. If output_dir holds no run yet but the address does, the run is restored from there. Needs unisono[storage] (see docs/storage.md)."""
+    mirror_timeout: float = 300.0
+    """Seconds that a run waits at its end until its last checkpoint has been copied to mirror. Copies never delay a step."""
 
 
 @dataclass(frozen=True)

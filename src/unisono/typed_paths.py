@@ -39,6 +39,11 @@ def absolute(path: str) -> str:
     return full
 
 
+def note_typed(full: str, typed: str) -> None:
+    """Makes `as_typed` show an absolute path as `typed`: the local folder of an address as the address."""
+    _typed[full] = typed
+
+
 def as_typed(text: object) -> str:
     """Returns a text with each absolute path replaced by the path that the user typed."""
     result = str(text)

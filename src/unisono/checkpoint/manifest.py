@@ -67,7 +67,11 @@ class Manifest:
 
 def read_manifest(folder: Path) -> Manifest:
     """Reads and checks the manifest of a checkpoint; raises CheckpointError if it is damaged or invalid."""
-    data = read_json(folder / MANIFEST)
+    return manifest_of(read_json(folder / MANIFEST))
+
+
+def manifest_of(data: Any) -> Manifest:
+    """Checks the parsed content of a manifest.json; raises CheckpointError if it is damaged or invalid."""
     try:
         body = {key: value for key, value in data.items() if key != "sha256"}
         if body["format"] != FORMAT:

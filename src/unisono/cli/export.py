@@ -11,7 +11,7 @@ from unisono.errors import EXIT_DONE, UserError
 def main(argv: list[str]) -> int:
     """Runs the command."""
     parser = Parser("export", "Write a run's trained weights to a folder, in the recipe's format.")
-    parser.add_argument("run", type=Path, metavar="RUN", help="the run folder")
+    parser.add_argument("run", metavar="RUN", help="the run folder, or its address in object storage (s3://…)")
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="output folder, which must be new or empty")
     parser.add_checkpoint_arguments()
     parser.add_argument(
@@ -24,8 +24,10 @@ def main(argv: list[str]) -> int:
     if options.folder.exists() and (not options.folder.is_dir() or any(options.folder.iterdir())):
         raise UserError(f"{options.folder} exists and is not an empty folder; export to a new or empty folder")
     from unisono.engine.export import export_run
+    from unisono.mirror.copies import local_run
 
     choice = {"step": options.step, "weights": options.weights, "reference": options.recipe}
-    description = export_run(options.run, options.folder, **choice, file_format=options.format)
+    with local_run(options.run, step=options.step) as run:
+        description = export_run(run, options.folder, **choice, file_format=options.format)
     print(f"{description} written to {options.folder}")
     return EXIT_DONE

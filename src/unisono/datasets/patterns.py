@@ -9,8 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from unisono.datasets.sources import file_system, is_remote, shown
 from unisono.errors import UserError
+from unisono.storage.addresses import is_remote, shown
+from unisono.storage.file_systems import file_system
 
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")

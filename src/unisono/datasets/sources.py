@@ -16,10 +16,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from io import FileIO
 from typing import Any, TypeVar
-from urllib.parse import urlsplit, urlunsplit
 
 from unisono.errors import UserError
 from unisono.plain_files import open_regular
+from unisono.storage.addresses import is_remote, shown
+from unisono.storage.file_systems import file_system
 
 T = TypeVar("T")
 
@@ -47,33 +48,6 @@ class Source:
     def is_remote(self) -> bool:
         """Whether fsspec opens it."""
         return is_remote(self.url)
-
-
-def is_remote(url: str) -> bool:
-    """Whether fsspec opens this path."""
-    return "://" in url and not url.startswith("file://")
-
-
-def shown(url: str) -> str:
-    """A URL without user name, password and query, which may contain secrets; a path as it is."""
-    if not is_remote(url):
-        return url
-    parts = urlsplit(url)
-    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
-
-
-def file_system(url: str, **options: Any) -> Any:
-    """The fsspec file system of a URL, with a connection of its own, because connections do not survive a fork."""
-    protocol = url.partition("://")[0]
-    try:
-        import fsspec
-
-        return fsspec.filesystem(protocol, skip_instance_cache=True, **options)
-    except ImportError as error:
-        package = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "hf": "huggingface_hub"}.get(protocol, "fsspec[http]")
-        raise UserError(f"{shown(url)} needs a package that is not installed; pip install {package}") from error
-    except ValueError as error:
-        raise UserError(f"{shown(url)}: {error}") from error
 
 
 def examine(urls: Sequence[str], **options: Any) -> list[Source]:

@@ -16,6 +16,7 @@ from unisono.faults import parse
 from unisono.observe.profile.spec import parse_profile
 from unisono.observe.trackers.named import check_track
 from unisono.settings import LARGEST_BATCH, LaunchSettings, OptimSettings, PrecisionSettings, Settings
+from unisono.storage.addresses import check_address, is_address
 
 _BATCH = ("batch_size", "global_batch_size", "gradient_accumulation_steps", "eval_batch_size", "micro_batch")
 _AT_LEAST_ONE = (
@@ -45,6 +46,7 @@ _AT_LEAST_ZERO = (
     "hang_timeout",
     "start_timeout",
     "track_timeout",
+    "mirror_timeout",
     "max_bad_samples",
     "epsilon",
     "blocks_on_host",
@@ -172,6 +174,7 @@ def check_settings(settings: Settings) -> None:
         raise ConfigError("shuffle_window needs shuffle; remove shuffle_window, or set shuffle to true")
     parse(settings.run.inject)
     check_track(settings.observe.track)
+    _check_addresses(settings)
     parse_profile(settings.observe.profile)
     _, most = machines(settings.launch)
     if most > 1 and (settings.launch.rdzv_endpoint is None or settings.launch.node_rank is None):
@@ -207,6 +210,17 @@ def check_settings(settings: Settings) -> None:
         _check_context_settings(settings)
     if settings.parallel.static_graph and settings.parallel.find_unused_parameters:
         raise ConfigError("static_graph and find_unused_parameters contradict each other; remove one of them")
+
+
+def _check_addresses(settings: Settings) -> None:
+    run, mirror = settings.run, settings.save.mirror
+    for name, value in (("output_dir", run.output_dir), ("resume", run.resume)):
+        if value is not None and is_address(value):
+            check_address(name, value)
+    if mirror is not None:
+        if not is_address(mirror):
+            raise ConfigError(f"mirror: expected an address such as s3://BUCKET/FOLDER, got {mirror[:200]}")
+        check_address("mirror", mirror)
 
 
 def _check_activation_memory(settings: Settings) -> None:

@@ -80,7 +80,7 @@ def _find_checkpoint(run: EnteredRun, checks: FileChecks, *, was_started_before:
         chosen = find_checkpoint("auto", folder, name, stored_id, checks)
         chosen.remarks.append(f"this run has already continued from {resume}: resuming from its newest checkpoint")
         return chosen
-    return find_checkpoint(resume, folder, name, stored_id, checks)
+    return find_checkpoint(run.resume_path, folder, name, stored_id, checks)
 
 
 def resume_from(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from unisono.checkpoint.find import list_steps
 from unisono.cluster.shared_folder import check_shared
 from unisono.config.resolve import Resolved
 from unisono.engine.checks import check_settings
@@ -18,8 +19,10 @@ from unisono.engine.run_folder.new_folder import lock_folder, read_own
 from unisono.engine.run_folder.stored_settings import changed_settings, continue_run, record_of
 from unisono.observe.folder import RunFolder, check_writable
 from unisono.observe.lock import FolderLock
-from unisono.observe.redaction import is_redacted
+from unisono.observe.redaction import is_redacted, redacted_text
 from unisono.settings import Settings
+from unisono.storage.addresses import is_address
+from unisono.typed_paths import as_typed
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,8 @@ class EnteredRun:
     resolved: Resolved
     settings: Settings
     changed: Mapping[str, list[Any]]  # settings that have changed since the run's last start: name -> [old, new]
+    resume_path: str  # the setting `resume`, with the local path of what was downloaded instead of an address
+    remarks: Sequence[str] = ()  # notes for the user, on the main rank
 
     @property
     def recipe_name(self) -> str:
@@ -58,8 +63,7 @@ class EnteredRun:
     @property
     def earlier_resumes(self) -> set[str]:
         """The values of `resume` in earlier starts of this run."""
-        values = [str(start.get("resume")) for start in (self.record or {}).get("starts", [])]
-        return {value if value in ("auto", "never") else os.path.abspath(value) for value in values} | set(values)
+        return _earlier_resumes(self.record)
 
 
 def enter_run_folder(
@@ -82,8 +86,10 @@ def enter_run_folder(
         path = rank.main_decides(take_lock)
         resolved = resolved.with_values(resolved.sources["output_dir"], output_dir=path)
         check_shared(path, rank.world, rank.agreement)
+        remarks: list[str] = []
+        rank.main_decides(lambda: remarks.extend(_restored(resolved, Path(path), recipe_name, rank)))
         record = rank.main_decides(lambda: read_own(path))
-        resume = resolved.values["resume"]
+        resume = rank.main_decides(lambda: _fetched(resolved, Path(path), record, recipe_name, rank, remarks))
         origin = record or rank.main_decides(lambda: record_of(resume, Path(path), recipe_name))
         where = f"output_dir {path}" if record or resume == "auto" else f"resume {resume}"
         resolved = continue_run(resolved, origin, recipe_name, classes, where, recipe_class.fixed)
@@ -91,7 +97,48 @@ def enter_run_folder(
         settings = resolved.build(Settings)
         check_settings(settings)
         on_failure.pop_all()
-    return EnteredRun(recipe_class, RunFolder(path, lock), record, origin, resolved, settings, changed)
+    folder = RunFolder(path, lock)
+    return EnteredRun(recipe_class, folder, record, origin, resolved, settings, changed, resume, remarks)
+
+
+def _restored(resolved: Resolved, folder: Path, recipe: str, rank: RankContext) -> list[str]:
+    """Restores the run from its copy in object storage if the folder lacks it; returns notes for the user."""
+    address = resolved.values["mirror"]
+    if address is None:
+        return []
+    notes = []
+    if as_typed(folder) == address:
+        notes.append(f"the run works in the folder {folder.name} of {folder.parent}; {address} is its copy")
+    from unisono.mirror.restore import restore_run
+
+    rank.heartbeat.at("prepare", 0)  # a download may take any time
+    is_named, resume = resolved.explicit("output_dir"), resolved.values["resume"]
+    notes += restore_run(folder, address, recipe, resume=resume, is_named=is_named)
+    return [redacted_text(note) for note in notes]
+
+
+def _fetched(
+    resolved: Resolved, folder: Path, record: Mapping[str, Any] | None, recipe: str, rank: RankContext, notes: list[str]
+) -> str:
+    """The setting `resume`; downloads the checkpoint if it is an address from which this run has yet to begin."""
+    resume = str(resolved.values["resume"])
+    if not is_address(resume):
+        return resume
+    has_begun = rank.world.started_before or resume in _earlier_resumes(record)
+    if has_begun and list_steps(folder / "checkpoints"):
+        return resume
+    from unisono.mirror.restore import fetch_to_resume
+
+    rank.heartbeat.at("prepare", 0)
+    path, remarks = fetch_to_resume(resume, recipe)
+    notes += remarks
+    return str(path)
+
+
+def _earlier_resumes(record: Mapping[str, Any] | None) -> set[str]:
+    values = [str(start.get("resume")) for start in (record or {}).get("starts", [])]
+    paths = {value if value in ("auto", "never") else os.path.abspath(value) for value in values}
+    return paths | set(values)
 
 
 def _take_lock(resolved: Resolved, recipe: str, *, is_locked: bool) -> tuple[str, FolderLock]:

@@ -26,7 +26,7 @@ _PER_START = {f.name for group in (LaunchSettings, ParallelSettings) for f in fi
 _PER_START -= {"sync_batch_norm", "find_unused_parameters"}  # these settings affect the model
 _PER_START |= {"output_dir", "resume", "inject", "num_workers", "prefetch_factor", "pin_memory"}
 _PER_START |= {"batch_size", "gradient_accumulation_steps", "global_batch_size", "micro_batch", "guard_steps"}
-_PER_START |= {"gpu_memory_gb", "track_offline", "track_timeout", "profile"}
+_PER_START |= {"gpu_memory_gb", "track_offline", "track_timeout", "profile", "mirror_timeout"}
 
 FIXED = ("shuffle", "shuffle_window", "optimizer", "base_precision", "sparsity")
 """Engine settings that cannot change within a run, because the order of samples, the meaning of the optimizer's saved

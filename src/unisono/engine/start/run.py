@@ -30,9 +30,11 @@ from unisono.errors import (
     UnisonoError,
     UserError,
 )
+from unisono.mirror.local_folders import working_folder
 from unisono.observe.trackers.named import check_own, with_absolute_files
 from unisono.settings import Settings, optimizer_presets
-from unisono.typed_paths import absolute, all_typed, as_typed, for_caller, note_start_folder
+from unisono.storage.addresses import check_address, is_address
+from unisono.typed_paths import absolute, all_typed, as_typed, for_caller, note_start_folder, note_typed
 
 # Only processes that train import torch, because starting ranks and printing help must be fast.
 
@@ -161,12 +163,30 @@ def _why_one_device(recipe_class: type[Recipe]) -> str:
 
 def with_absolute_paths(resolved: Resolved) -> Resolved:
     """Makes the paths in output_dir, resume and track absolute, because a recipe may change the current folder."""
+    resolved = _with_storage(resolved)
     for name in ("output_dir", "resume"):
         path = resolved.values[name]
-        if path and not (name == "resume" and path in ("auto", "never")):
+        if path and not (name == "resume" and (path in ("auto", "never") or is_address(path))):
             resolved = resolved.with_values(resolved.sources[name], **{name: absolute(path)})
     track = with_absolute_files(resolved.values["track"])
     return resolved.with_values(resolved.sources["track"], track=track)
+
+
+def _with_storage(resolved: Resolved) -> Resolved:
+    """Replaces an output_dir in object storage by a local folder whose copy is there; checks all addresses."""
+    values, sources = resolved.values, resolved.sources
+    for name in ("mirror", "resume"):
+        if is_address(values[name]):
+            resolved = resolved.with_values(sources[name], **{name: check_address(name, values[name])})
+    output = values["output_dir"]
+    if not is_address(output):
+        return resolved
+    address = check_address("output_dir", output)
+    if resolved.values["mirror"] not in (None, address):
+        raise ConfigError(f"output_dir {address} and mirror {resolved.values['mirror']} differ; remove one of them")
+    folder = str(working_folder(address))
+    note_typed(folder, address)
+    return resolved.with_values(sources["output_dir"], output_dir=folder, mirror=address)
 
 
 def _with_launcher_settings(resolved: Resolved, world: World) -> Resolved:

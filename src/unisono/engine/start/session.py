@@ -35,11 +35,12 @@ from unisono.engine.trainer import Trainer
 from unisono.engine.training_run import TrainingRun
 from unisono.faults import Fault, Injector, parse
 from unisono.observe.folder import append_event
+from unisono.observe.side_process.parent import SideProcesses
 from unisono.observe.status_line import print_line
 from unisono.observe.trackers.named import named
-from unisono.observe.trackers.processes import TrackerProcesses
+from unisono.observe.trackers.processes import start_trackers
 from unisono.observe.watch.rank_status import RankStatus
-from unisono.settings import ObserveSettings, Settings
+from unisono.settings import Settings
 
 T = TypeVar("T")
 TrainerT = TypeVar("TrainerT", bound=Trainer)
@@ -95,8 +96,8 @@ class Session:
     def __init__(self, rank: RankContext, start: RankStart, entered: EnteredRun) -> None:
         self._status = RankStatus(entered.folder.path, rank.heartbeat, start.world.size)
         self._rank, self._start, self._entered = replace(rank, status=self._status), start, entered
-        self._remarks = [*start.remarks, *_remarks_on_changes(entered)]
-        self._trackers: TrackerProcesses | None = None
+        self._remarks = [*start.remarks, *entered.remarks, *_remarks_on_changes(entered)]
+        self._beside: list[SideProcesses] = []
         self.ended = False
         """Whether the run is over: nothing restarts it, so it may wait for its trackers."""
 
@@ -151,9 +152,11 @@ class Session:
                 yield
 
     def close(self) -> None:
-        """Ends the trackers and unlocks the run folder."""
-        if self._trackers is not None:
-            self._trackers.close(ended=self.ended)
+        """Ends the processes beside the run, and unlocks the run folder."""
+        if self._beside:
+            self._rank.heartbeat.at("prepare", self._rank.heartbeat.last.step)  # hang detection ignores the wait
+        for processes in self._beside:
+            processes.close(ended=self.ended)
         self._status.close()
         self._entered.folder.close()
 
@@ -187,20 +190,27 @@ class Session:
             self._start.trained.set()
             if world.is_main:
                 open_run_folder(run)
-                self._trackers = _start_trackers(run.settings.observe, self.folder)
+                self._beside = _start_beside(run.settings, self.folder)
 
         return make_trainer(run, after_first_step)
 
 
-def _start_trackers(settings: ObserveSettings, folder: Path) -> TrackerProcesses:
-    return TrackerProcesses(
-        named(settings.track),
+def _start_beside(settings: Settings, folder: Path) -> list[SideProcesses]:
+    """Starts the trackers, and the copy to object storage."""
+    observe, save = settings.observe, settings.save
+    trackers = start_trackers(
+        named(observe.track),
         folder,
         print_line,
-        project=settings.track_project,
-        offline=settings.track_offline,
-        timeout_s=settings.track_timeout,
+        project=observe.track_project,
+        offline=observe.track_offline,
+        timeout_s=observe.track_timeout,
     )
+    mirror = SideProcesses(folder, print_line, event="mirror", timeout_s=save.mirror_timeout)
+    if save.mirror is not None:
+        order = {"folder": str(folder), "address": save.mirror, "keep_last": save.keep_last}
+        mirror.start("mirror", "unisono.mirror.process", order)
+    return [trackers, mirror]
 
 
 def _remarks_on_changes(entered: EnteredRun) -> list[str]:

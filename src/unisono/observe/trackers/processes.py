@@ -1,110 +1,26 @@
-"""Starts and ends the processes of a run's trackers, from the process of the main rank.
-
-Training never waits for a tracker: the process of a tracker reads the run folder by itself, so a step costs nothing.
-Only at the end does a run wait for its trackers, for a limited time.
-"""
+"""Starts the processes of a run's trackers, from the process of the main rank."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-import threading
-import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 
-from unisono.observe.folder import append_event
-
-_SOON_S = 3.0
-_VARIABLES_OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+from unisono.observe.side_process.parent import SideProcesses
 
 
-class TrackerProcesses:
-    """The processes of a run's trackers. On all ranks except the main rank, create it without trackers."""
-
-    def __init__(
-        self,
-        trackers: Sequence[str],
-        folder: Path,
-        message: Callable[[str], None],
-        *,
-        project: str | None = None,
-        offline: bool = False,
-        timeout_s: float = 60.0,
-    ) -> None:
-        """`message` prints a line for the user; it is called from other threads."""
-        self._folder, self._message, self._timeout_s = folder, message, timeout_s
-        self._processes: dict[str, subprocess.Popen[str]] = {}
-        self._readers: list[threading.Thread] = []
-        for name in trackers:
-            label = name.rpartition(":")[2]
-            order = {"name": name, "label": label, "folder": str(folder), "project": project, "offline": offline}
-            self._start(label, {**order, "hang_s": timeout_s})
-
-    def _start(self, label: str, order: dict[str, object]) -> None:
-        # Hide the GPUs and the variables of a rank, which libraries would otherwise use.
-        environ = {name: value for name, value in os.environ.items() if name not in _VARIABLES_OF_RANKS}
-        environ |= {"CUDA_VISIBLE_DEVICES": "", "UNISONO_LAUNCHER_PID": str(os.getpid()), "OMP_NUM_THREADS": "1"}
-        try:
-            process = subprocess.Popen(
-                [sys.executable, "-W", "ignore", "-P", "-m", "unisono.observe.trackers.process"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                env=environ,
-                start_new_session=True,  # Ctrl-C in the terminal must not reach the tracker
-            )
-            assert process.stdin is not None
-            process.stdin.write(json.dumps(order) + "\n")
-            process.stdin.flush()
-        except OSError as error:
-            self._warn(f"track {label}: its process cannot start ({error.strerror}); the run continues without it")
-            return
-        self._processes[label] = process
-        reader = threading.Thread(target=self._read, args=[process], daemon=True)
-        reader.start()
-        self._readers.append(reader)
-
-    def _read(self, process: subprocess.Popen[str]) -> None:
-        assert process.stdout is not None
-        with suppress(ValueError, OSError):  # closed at the end of the run
-            for line in process.stdout:
-                self._warn(line.strip())
-
-    def _warn(self, line: str) -> None:
-        self._message(line)
-        append_event(self._folder, "tracker", rank=0, text=line)
-
-    def close(self, *, ended: bool) -> None:
-        """Lets the trackers send what is left, and ends them. `ended`: the run is over and not merely interrupted."""
-        if not self._processes:
-            return
-        deadline = time.monotonic() + (self._timeout_s if ended else min(self._timeout_s, _SOON_S))
-        for process in self._processes.values():
-            assert process.stdin is not None
-            with suppress(OSError):  # the process is gone
-                # Closing the pipe is not enough, because a process that the recipe forked may hold it open.
-                process.stdin.write("end\n")
-                process.stdin.close()
-        announced = threading.Timer(_SOON_S, self._message, [f"waiting for {' and '.join(self._processes)}"])
-        announced.daemon = True
-        announced.start()
-        try:
-            for label, process in self._processes.items():
-                self._wait(label, process, deadline)
-        finally:
-            announced.cancel()
-        for reader in self._readers:
-            reader.join(timeout=1.0)
-        self._processes.clear()
-
-    def _wait(self, label: str, process: subprocess.Popen[str], deadline: float) -> None:
-        try:
-            process.wait(timeout=max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-            self._message(f"track {label}: did not finish in time; the run folder contains the missing records")
+def start_trackers(
+    trackers: Sequence[str],
+    folder: Path,
+    message: Callable[[str], None],
+    *,
+    project: str | None = None,
+    offline: bool = False,
+    timeout_s: float = 60.0,
+) -> SideProcesses:
+    """Starts a process for each tracker; `message` prints a line for the user and is called from other threads."""
+    processes = SideProcesses(folder, message, event="tracker", timeout_s=timeout_s)
+    for name in trackers:
+        label = name.rpartition(":")[2]
+        order = {"name": name, "label": label, "folder": str(folder), "project": project, "offline": offline}
+        processes.start(f"track {label}", "unisono.observe.trackers.process", order)
+    return processes
