@@ -50,6 +50,7 @@ NOT_RUN = {
     r"^kubectl\b": "needs a Kubernetes cluster",
     r"^sky\b": "needs SkyPilot and a cloud: tests/test_skypilot.py runs what it would run",
     r"--on ray": "needs a Ray cluster: tests/test_ray.py starts one",
+    r"s3://": "needs object storage: tests/test_storage.py has an S3 server",
     r"^(ssh|scp)\b|--nnodes|--rdzv_endpoint": "several machines: tests/test_nodes.py and tests/test_launchers.py",
     r"^mpirun\b": "needs Open MPI: tests/test_launchers.py",
     r"^accelerate config": "asks questions",

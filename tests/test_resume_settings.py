@@ -70,7 +70,7 @@ FREE_OF_THE_ENGINE = {
     "the model": "disable_dropout sync_batch_norm find_unused_parameters",
     "a limit": "max_bad_samples",
     "when, and at what size, held-out data is evaluated": "eval_every eval_first eval_batch_size preview_every",
-    "what is kept": "best_metric best_mode save_every keep_last async_save",
+    "what is kept": "best_metric best_mode save_every keep_last async_save mirror",
     "what is written": "log_every log_group_norms peak_tflops tensorboard track track_project",
 }
 HAS_ITS_OWN_CHECK = {"seed"}

@@ -1,4 +1,4 @@
-"""Checkpoints in object storage, on a real S3 server: killed runs and servers, damaged objects, secrets, two machines."""
+"""Checkpoints in object storage, on a real S3 server: killed runs and servers, damaged objects, secrets."""
 
 from __future__ import annotations
 

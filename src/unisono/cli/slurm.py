@@ -25,6 +25,7 @@ from unisono.errors import EXIT_DONE, ConfigError
 from unisono.formatting import format_count
 from unisono.observe.stop_time import measured_seconds, seconds_to_stop
 from unisono.settings import Settings
+from unisono.storage.addresses import is_address
 
 _DESCRIPTION = """Write a batch script for SLURM, and optionally submit it and follow the job.
 
@@ -115,6 +116,8 @@ def _check(kind: type[Recipe], resolved: Resolved) -> None:
         if resolved.explicit(name):
             raise ConfigError(f"{name}: under SLURM srun starts the ranks; use --{instead.replace('_', '-')} instead")
     check_run(kind, resolved)  # report bad settings now, before the job waits hours in a queue
+    if is_address(settings.run.output_dir):
+        raise ConfigError("output_dir: all machines of a job need one folder; use --output_dir FOLDER --mirror ADDRESS")
     if settings.run.resume == "never":
         raise ConfigError(
             "resume: never would prevent the job from continuing after a requeue; remove it and use a new output_dir"

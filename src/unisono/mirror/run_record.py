@@ -7,6 +7,7 @@ from typing import Any
 
 from unisono.errors import UserError
 from unisono.observe.folder import RUN
+from unisono.observe.side_process.child import GiveUp
 from unisono.plain_files import parse_json
 from unisono.storage.store import Store
 
@@ -31,6 +32,6 @@ def continues(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
     return isinstance(known, list) and isinstance(starts, list) and known[: len(starts)] == starts
 
 
-def other_run(store: Store) -> UserError:
+def other_run(store: Store) -> GiveUp:
     """The error if the store holds another run."""
-    return UserError(f"{store.address} holds another run; choose another address for the copy of this run")
+    return GiveUp(f"{store.address} holds another run; choose another address for the copy of this run")

@@ -29,6 +29,7 @@ from unisono.mirror.remote_checkpoints import (
 )
 from unisono.mirror.run_record import continues, other_run, read_record
 from unisono.observe.folder import EVENTS, METRICS, RUN, RunFolder, append_event
+from unisono.observe.side_process.child import GiveUp
 from unisono.storage.store import Store
 
 _AT_ONCE = 4  # files
@@ -77,7 +78,7 @@ class Upload:
                     yield path, read_manifest(path)
 
     def _claim(self) -> None:
-        """Raises UserError if the store holds another run, or if this run was continued elsewhere."""
+        """Raises GiveUp if the store holds another run, or if this run was continued elsewhere."""
         ours, theirs = RunFolder.read(self._folder), read_record(self._store)
         if ours is None:
             raise UserError(f"{self._folder / RUN} is missing")
@@ -88,7 +89,7 @@ class Upload:
         elif theirs.get("id") != ours.get("id"):
             raise other_run(self._store)
         elif not continues(ours, theirs):
-            raise UserError(
+            raise GiveUp(
                 f"{self._store.address}: the run was continued in another folder meanwhile; this one is not copied "
                 "there any more"
             )
@@ -116,6 +117,8 @@ class Upload:
 
     def _send_checkpoint(self, path: Path, manifest: Manifest) -> None:
         started, content = time.monotonic(), _content(path)
+        if content is None:
+            return
         files = self._store.files(CHECKPOINTS)
         others = list_checkpoints(self._store, files)
         target = folder_for(manifest.step, content, others)

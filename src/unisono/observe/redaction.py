@@ -20,7 +20,7 @@ _NAMES = re.compile(
     r"|((hf|hub|api|access|auth|bearer|github|gitlab|wandb|mlflow|tracking|session|refresh|secret)_)token)s?$|^token$",
     re.IGNORECASE,
 )
-_VARIABLES = re.compile(r"(API_?KEY|ACCESS_?KEY|SECRET|PASSWORD|PASSWD|CREDENTIALS?|TOKEN)$", re.IGNORECASE)
+_VARIABLES = re.compile(r"(API_?KEY|ACCESS_?KEY(_ID)?|SECRET|PASSWORD|PASSWD|CREDENTIALS?|TOKEN)$", re.IGNORECASE)
 _USER_INFORMATION = re.compile(r"(?<=://)[^/\s@]+(?=@)")
 _FORMATS = re.compile(
     r"\b(hf_[A-Za-z0-9]{20,}|sk-[\w-]{20,}|gh[opsu]_[A-Za-z0-9]{30,}|AKIA[0-9A-Z]{16}|dapi[0-9a-f]{32})"

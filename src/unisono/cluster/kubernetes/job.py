@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from unisono.cluster.kubernetes import checks
 from unisono.cluster.kubernetes.checks import Mount
 from unisono.errors import ConfigError
+from unisono.storage.addresses import is_address
 
 PORT = 29400
 """Port of the rendezvous in pod 0; pods have their own addresses, so runs do not interfere."""
@@ -112,6 +113,8 @@ class KubernetesJob:
         paths = [mount.path for mount in self.volumes]
         if len(set(paths)) < len(paths):
             raise ConfigError(f"volume: two volumes at {paths[-1]}; write CLAIM:/PATH with distinct paths")
+        if is_address(self.output_dir):
+            raise ConfigError("output_dir: all pods need one folder on a volume; use it, and --mirror ADDRESS")
         run_folder = posixpath.normpath(posixpath.join(self.workdir, self.output_dir))
         if not any(run_folder.startswith(f"{path}/") for path in paths):
             raise ConfigError(

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, NoReturn, Protocol, TextIO
 
 from unisono.cluster.lifetime import die_with_parent
-from unisono.errors import UnisonoError
+from unisono.errors import UnisonoError, UserError
 from unisono.formatting import describe_exception
 from unisono.observe.redaction import redacted_text
 
@@ -28,8 +28,12 @@ _LAST_PAUSE_S = 3.0  # the same once the run has ended
 _CHECK_S = 1.0
 
 
+class GiveUp(UserError):
+    """The reason why a follower cannot go on; the process prints it and ends."""
+
+
 class Follower(Protocol):
-    """Follows a run folder. If a method raises, it is called again."""
+    """Follows a run folder. If a method raises another exception than GiveUp, it is called again."""
 
     def open(self) -> object:
         """Prepares the work; called before the other methods."""
@@ -83,6 +87,9 @@ class SideProcess:
         self._busy_since = time.monotonic()
         try:
             call()
+        except GiveUp as error:
+            self.say(str(error))
+            os._exit(0)
         except (Exception, SystemExit) as error:
             reason = str(error) if isinstance(error, UnisonoError) else describe_exception(error)
             if not self._failing:
