@@ -58,13 +58,14 @@ def finished(server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> tupl
     place, address = tmp_path_factory.mktemp("runs"), "s3://bucket/killed"
     environ = {**server.environ(), "XDG_CACHE_HOME": str(place / "cache")}
     hold = place / "hold"
-    hold.write_text("600 after 9")
+    hold.write_text("600 after 5")
     (server.folder / "hold").write_text("step_00000008/state.json")
     mine = mark()
     words = ["-m", "unisono", "train", TINY, *RUN, "--mirror", address, "--output_dir"]
     process = start([*words, place / "one"], cwd=place, **environ, **mine, **{HOLD: str(hold)})
     try:
         wait_until(lambda: "killed/checkpoints/step_00000004/manifest.json" in server.objects(), "step 4", 120)
+        hold.write_text("600 after 9")
         wait_until((server.folder / "held").exists, "an upload of step 8", 120)
         process.send_signal(signal.SIGKILL)
         process.wait()

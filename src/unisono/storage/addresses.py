@@ -34,7 +34,10 @@ def shown(url: str) -> str:
     """A URL without user name, password and query, which may contain secrets; a path as it is."""
     if not is_remote(url):
         return url
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError:  # unbalanced brackets
+        return f"{url.partition('://')[0]}://…"
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 
 
