@@ -1,8 +1,7 @@
 """A process beside a run that follows its folder, such as a tracker; `SideProcesses` starts it.
 
-The first line of its input is a JSON object that describes its task; the second one means that the run has ended. Its
-output are lines for the user. Libraries cannot write there: what they print is dropped, because it may contain
-addresses and keys.
+The first line of its input is a JSON object that describes its task; the second line means that the run has ended. Its
+output consists of lines for the user. Output of libraries is dropped, because it may contain addresses and keys.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from unisono.errors import UnisonoError, UserError
 from unisono.formatting import describe_exception
 from unisono.observe.redaction import redacted_text
 
-_POLL_S = 0.5  # how often the process looks for new records
-_LONGEST_PAUSE_S = 60.0  # between two attempts of a call that failed
+_POLL_S = 0.5  # seconds between two reads of the run folder
+_LONGEST_PAUSE_S = 60.0  # maximum seconds between two attempts of a call that failed
 _LAST_PAUSE_S = 3.0  # the same once the run has ended
 _CHECK_S = 1.0
 
@@ -93,7 +92,7 @@ class SideProcess:
         except (Exception, SystemExit) as error:
             reason = str(error) if isinstance(error, UnisonoError) else describe_exception(error)
             if not self._failing:
-                self.say(f"failed ({reason}); the run continues, and what is missing is sent when it works again")
+                self.say(f"failed ({reason}); the run continues, and missing records are sent when it works again")
             self._failing = True
             return False
         finally:
@@ -124,7 +123,7 @@ class SideProcess:
         while not self._ended.wait(_CHECK_S):
             since = self._busy_since
             if since is not None and time.monotonic() - since > hang_s:
-                self.say(f"does not respond since {hang_s:.0f} s; the run continues")
+                self.say(f"has not responded for {hang_s:.0f} s; the run continues")
                 return
 
 

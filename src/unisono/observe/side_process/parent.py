@@ -33,7 +33,7 @@ class SideProcesses:
 
     def start(self, label: str, module: str, order: Mapping[str, object]) -> None:
         """Starts `python -m MODULE`, which reads the order. `label` begins the lines about this process."""
-        # Without a GPU and without the variables of a rank, for which libraries would look.
+        # Hide the GPUs and the variables of a rank, which libraries would otherwise use.
         environ = {name: value for name, value in os.environ.items() if name not in _VARIABLES_OF_RANKS}
         environ |= {"CUDA_VISIBLE_DEVICES": "", "UNISONO_LAUNCHER_PID": str(os.getpid()), "OMP_NUM_THREADS": "1"}
         try:
@@ -74,7 +74,7 @@ class SideProcesses:
         for process in self._processes.values():
             assert process.stdin is not None
             with suppress(OSError):  # the process is gone
-                # A line, because a forked process of the recipe may hold the other end open.
+                # Closing the pipe is not enough, because a process that the recipe forked may hold it open.
                 process.stdin.write("end\n")
                 process.stdin.close()
         names = " and ".join(label.removeprefix("track ") for label in self._processes)
@@ -96,4 +96,4 @@ class SideProcesses:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-            self._message(f"{label}: did not finish in time; the run folder has what it lacks")
+            self._message(f"{label}: did not finish in time; the run folder contains what is missing")
