@@ -21,8 +21,8 @@ def main(argv: list[str]) -> int:
         "runs",
         nargs="+",
         metavar="RUN",
-        help="one to eight run folders or their addresses in object storage (s3://…), or the folder of a `unisono tune` "
-        "study",
+        help="one to eight run folders or their addresses in object storage (s3://…), or the folder of a "
+        "`unisono tune` study",
     )
     parser.add_argument(
         "--output",
