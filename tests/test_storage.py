@@ -362,3 +362,12 @@ def test_a_run_without_a_copy_imports_nothing_for_it(tmp_path: Path) -> None:
     ended = wait_for(process)
     assert ended.code == 0, ended.err
     assert "loaded []" in ended.out
+
+
+@pytest.mark.parametrize("command", ["tune", "federate", "bench"])
+def test_commands_with_several_runs_refuse_an_address(tmp_path: Path, command: str) -> None:
+    words = [command, TINY, *(["--search", "learning_rate=0.1|0.2"] if command == "tune" else [])]
+    for flag in ("--mirror", "--output_dir"):
+        ended = unisono(*words, flag, "s3://bucket/run", cwd=tmp_path)
+        assert (ended.code, ended.err.count("\n")) == (2, 1), ended.err
+        assert f"{flag[2:]}: " in ended.err and not list(tmp_path.iterdir())

@@ -9,7 +9,7 @@ from typing import Any
 from unisono.benching.options import BenchOptions
 from unisono.config.resolve import Resolved
 from unisono.engine.batch import plan_batch
-from unisono.engine.checks import check_context, check_run, check_settings, machines
+from unisono.engine.checks import check_context, check_not_in_storage, check_run, check_settings, machines
 from unisono.engine.recipe import Recipe
 from unisono.engine.start.device_plan import check_ranks
 from unisono.errors import ConfigError
@@ -20,7 +20,7 @@ UNTIMED = 2
 
 _QUIET: dict[str, Any] = {
     **{"num_epochs": None, "eval_every": -1, "eval_first": False, "preview_every": -1, "best_metric": None},
-    **{"save_every": 0, "track": None, "resume": "auto", "max_restarts": 0, "output_dir": None},
+    **{"save_every": 0, "track": None, "mirror": None, "resume": "auto", "max_restarts": 0, "output_dir": None},
 }
 """Settings of every measured run: it only trains, and leaves nothing behind."""
 _REFUSED = {
@@ -28,6 +28,7 @@ _REFUSED = {
     "resume": "bench trains from the initial weights",
     "max_steps": "bench sets the number of steps itself: use --steps, --warmup and --rounds",
     "num_epochs": "bench sets the number of steps itself: use --steps, --warmup and --rounds",
+    "mirror": "bench leaves no checkpoints",
     "track": "bench sends nothing to trackers",
     "node_rank": "bench measures one machine",
 }
@@ -48,6 +49,7 @@ def make_cases(recipe_class: type[Recipe], resolved: Resolved, options: BenchOpt
     for name, reason in _REFUSED.items():
         if resolved.sources[name] == "flag" and resolved.values[name] not in (None, "auto"):
             raise ConfigError(f"{name}: {reason}; remove it")
+    check_not_in_storage(resolved.with_values("bench", mirror=None), "bench")
     settings = resolved.build(Settings)
     check_settings(settings)
     if machines(settings.launch)[1] > 1:

@@ -212,6 +212,14 @@ def check_settings(settings: Settings) -> None:
         raise ConfigError("static_graph and find_unused_parameters contradict each other; remove one of them")
 
 
+def check_not_in_storage(resolved: Resolved, command: str) -> None:
+    """Rejects object storage for a command that starts several runs, because an address holds one run."""
+    if is_address(resolved.values["output_dir"]):
+        raise ConfigError(f"output_dir: {command} writes to a local folder, not to object storage; use a local folder")
+    if resolved.values["mirror"] is not None:
+        raise ConfigError(f"mirror: {command} starts several runs, and an address holds one run; remove it")
+
+
 def _check_addresses(settings: Settings) -> None:
     run, mirror = settings.run, settings.save.mirror
     for name, value in (("output_dir", run.output_dir), ("resume", run.resume)):

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from unisono.engine.checks import check_not_in_storage
 from unisono.engine.run_folder.new_folder import default_folder
 from unisono.engine.start.registry import load_recipe
 from unisono.engine.start.settings_source import SettingsSource
@@ -55,7 +56,9 @@ def run_federation(
     options.check()
     planned = Federation(Path(), recipe, source, options)
     planned.check()
-    named = source.resolve(recipe_class, {}).values["output_dir"]
+    resolved = source.resolve(recipe_class, {})
+    check_not_in_storage(resolved, "federate")
+    named = resolved.values["output_dir"]
     folder = Path(absolute(named or default_folder(f"federate-{recipe_class.__qualname__}")))
     check_writable(folder)
     engine = _engine(options)

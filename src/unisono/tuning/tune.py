@@ -24,6 +24,7 @@ from typing import Any
 
 from unisono.cluster.environment import detect
 from unisono.cluster.signals import handling_stop_signals
+from unisono.engine.checks import check_not_in_storage
 from unisono.engine.recipe import Recipe
 from unisono.engine.run_folder.new_folder import default_folder
 from unisono.engine.start.registry import check_recipe, importable_name, load_recipe
@@ -118,6 +119,7 @@ def run_study(
         raise UserError(f"tune starts its own runs; start it once, without {world.launcher}")
     load_optuna()
     plan = plan_study(recipe_class, recipe, search, options, source)
+    check_not_in_storage(plan.base, "tune")
     slots, notes = slots_of(plan.base, options.parallel)
     output = plan.base.values["output_dir"]
     if shared and not output:

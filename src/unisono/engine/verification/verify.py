@@ -329,6 +329,7 @@ class _Runner:
         return self._resolved.with_values(
             "flag",
             output_dir=str(output),
+            mirror=None,
             max_steps=self._plan.steps,
             num_epochs=None,
             global_batch_size=self._batch,

@@ -31,6 +31,7 @@ from unisono.recipes.common.streams import VIDEO_SUFFIXES
 from unisono.recipes.common.tree import one_line
 from unisono.recipes.wan.checks import is_unicode
 from unisono.recipes.wan.data.decode import IMAGES
+from unisono.storage.addresses import is_remote
 
 _SUFFIXES = (*VIDEO_SUFFIXES, *IMAGES)
 _CAPTIONS = ("txt", "json")
@@ -78,7 +79,7 @@ class PackedSample:
 
 def are_shards(path: str) -> bool:
     """Whether a setting names tar shards and not a folder."""
-    return path.endswith(".tar") or files.is_remote(path)
+    return path.endswith(".tar") or is_remote(path)
 
 
 def read_shards(
