@@ -7,6 +7,7 @@ import pickle
 import signal
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -134,6 +135,18 @@ def test_missing_and_changed_shards_are_one_line_without_secrets(server: Server,
         data[61]
     assert "secret" not in str(caught_later.value)
     assert len(shards(server, tmp_path)) == 4
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_the_error_of_a_shard_that_is_gone_does_not_reveal_its_whole_url(
+    server: Server, tmp_path: Path, cached: bool
+) -> None:
+    data = shards(server, tmp_path, **({"cache_dir": tmp_path / "cache"} if cached else {}))
+    for file in (*server.folder.glob("*.tar"), *(tmp_path / "cache").glob("*.file")):
+        file.unlink()
+    with pytest.raises((UserError, OSError), match=r"000\.tar.*FileNotFoundError") as caught:
+        data[0]
+    assert "=secret" not in "".join(traceback.format_exception(caught.value))  # a bad sample's traceback is stored
 
 
 def test_a_cache_downloads_each_shard_once_and_stays_within_its_limit(server: Server, tmp_path: Path) -> None:

@@ -72,7 +72,10 @@ def _glob(pattern: str, suffix: str, options: Mapping[str, Any]) -> list[str]:
             return [pattern]
         files = file_system(pattern, **options)
         protocol = pattern.partition("://")[0]
-        found = sorted(str(path) for path in files.glob(pattern))
+        try:
+            found = sorted(str(path) for path in files.glob(pattern))
+        except Exception as error:  # every file system of fsspec raises others, whose messages may contain secrets
+            raise UserError(f"{shown(pattern)} cannot be listed ({type(error).__name__})") from None
         found = [path if is_remote(path) else f"{protocol}://{path.lstrip('/')}" for path in found]
     else:
         path = os.path.abspath(os.path.expanduser(pattern.removeprefix("file://")))

@@ -90,6 +90,13 @@ def is_transient(error: Exception) -> bool:
     return not isinstance(error, _PERMANENT)
 
 
+def _without_url(error: Exception, source: Source) -> OSError:
+    """Returns an error without the message of `error`, which may contain the URL and its secrets."""
+    kind = next((each for each in (FileNotFoundError, PermissionError) if isinstance(error, each)), OSError)
+    status = getattr(error, "status", None)
+    return kind(f"{source.name}: {type(error).__name__}{f' {status}' if isinstance(status, int) else ''}")
+
+
 @dataclass(eq=False)
 class RangeReader:
     """Reads ranges of bytes. Keeps files open; can be pickled, and used by several threads."""
@@ -137,7 +144,9 @@ class RangeReader:
                 return work()
             except Exception as error:  # every file system of fsspec raises others
                 if not is_transient(error) or time.monotonic() - started > _PATIENCE_S:
-                    raise
+                    if source.url == source.name or isinstance(error, UserError):
+                        raise
+                    raise _without_url(error, source) from None
                 if pause == _FIRST_PAUSE_S and self._may_report():
                     text = f"{source.name}: {type(error).__name__}; trying again for up to {_PATIENCE_S:.0f} s"
                     print(f"unisono: {text}", file=sys.stderr, flush=True)
