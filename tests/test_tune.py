@@ -25,6 +25,8 @@ from unisono.errors import ConfigError, UserError
 from unisono.tuning import slots
 from unisono.tuning.space import Choices, Numbers, read_space
 from unisono.tuning.study import Study, read_trials
+from unisono.tuning.trial_run import TrialRun
+from unisono.tuning.tune import StudyStopped, _Loop
 
 MOONS = f"{Path(__file__).resolve().parent.parent / 'examples/own_model/recipe.py'}:TwoMoons"
 SEARCH = ("--search", "learning_rate=log:1e-4..1e-1", "--search", "hidden=8|32")
@@ -252,6 +254,27 @@ def test_sigterm_stops_a_study_with_checkpoints_and_python_continues_it(
     assert done.best is not None and done.best.state == "complete" and done.best.step == 31 * 64
     starts = json.loads((tmp_path / "s/trials/0000/run.json").read_text())["starts"]
     assert len(starts) == 2 and "resumed from" in starts[1]["why"]
+
+
+@pytest.mark.parametrize("moment", ["before the trial starts", "while it starts"])
+def test_a_signal_while_a_trial_is_prepared_leaves_it_unfinished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    owner, name = (_Loop, "_next_trial") if moment == "before the trial starts" else (TrialRun, "_start")
+    original = getattr(owner, name)
+
+    def interrupted(self: Any) -> Any:
+        result = original(self)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return result
+
+    monkeypatch.setattr(owner, name, interrupted)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(StudyStopped):
+        unisono.tune(
+            MOONS, search={"hidden": [8, 16]}, trials=1, output_dir="s", gpus="0", eval_every=10, max_steps=10**6
+        )
+    assert [trial.state for trial in study_of(tmp_path / "s").trials] == ["unfinished"]
 
 
 def test_an_unknown_objective_ends_the_study_and_names_the_metrics(tmp_path: Path) -> None:

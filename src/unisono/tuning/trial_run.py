@@ -90,6 +90,8 @@ class TrialRun:
         if was_killed and not self.is_stopping and self._restarts < MAX_RESTARTS:
             self._restarts += 1
             self._process = self._start()
+            if self.is_stopping:  # a signal came meanwhile, and has reached only the old process
+                self._process.terminate()
             return None
         return code
 

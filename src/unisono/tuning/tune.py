@@ -213,7 +213,7 @@ class _Loop:
     def _start_trials(self) -> None:
         while self._free and self._signal is None:
             trial = self._next_trial()
-            if trial is None:
+            if trial is None or self._signal is not None:  # waiting for the lock may have taken long
                 return
             if not trial.is_new and self._prune_after_kill(trial):
                 continue
@@ -223,6 +223,8 @@ class _Loop:
             arguments += [*self._checkpoint_flags(), *slot.flags]
             run = TrialRun(self._folder, trial.number, arguments, slot.environ, self._plan.objective, trial.last_step)
             self._running.append(_Running(run, trial, slot, time.monotonic()))
+            if self._signal is not None:  # it came before this trial was in the list
+                run.stop()
 
     def _next_trial(self) -> Trial | None:
         """A trial that no process trains: one to continue, or a new one; None if there is none."""
@@ -273,7 +275,7 @@ class _Loop:
         self._free.insert(0, running.slot)
         if run.is_pruned:
             self._conclude(number)
-        elif not (self._signal and code == EXIT_STOPPED):
+        elif not (self._signal and code in (EXIT_STOPPED, -signal.SIGTERM)):  # killed: its Python had just started
             self._finish(running, code)
 
     def _finish(self, running: _Running, code: int) -> None:
