@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import random
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from browser import CHROMIUM, Browser
 from command_line import TINY, lines
 from command_line import unisono as command
 from many_runs import Outcome, Run, identical, many_runs
+from ranks import run_ranks
 from tiny_recipe import Tiny
 from unisono.cli.main import main
 from unisono.engine import profiling
@@ -226,6 +229,18 @@ def test_a_profiler_of_the_caller_goes_on_and_the_run_continues(
     assert result.step == 4 and result.profile is None
     assert "profiler cannot be started" in capsys.readouterr().err
     assert any(event.key.startswith("aten::") for event in own.key_averages())
+
+
+def profile_on_rank_1_by_the_caller(folder: str) -> int:
+    with torch.profiler.profile() if os.environ["RANK"] == "1" else nullcontext():
+        result = unisono.train(Tiny, output_dir=folder, profile="steps=1", strategy="ddp")
+    assert result.profile is None
+    return int(result.step)
+
+
+def test_if_the_profiler_cannot_be_started_on_one_rank_no_rank_waits_for_its_profile(tmp_path: Path) -> None:
+    arguments = {"folder": str(tmp_path / "run")}
+    assert run_ranks("profile_on_rank_1_by_the_caller", __file__, 2, arguments, timeout_s=60) == [4, 4]
 
 
 def test_an_error_in_a_profiled_step_ends_the_profiler(tmp_path: Path) -> None:

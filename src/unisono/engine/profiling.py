@@ -131,10 +131,18 @@ class ProfilingRecorder(Recorder):
     def _start(self) -> None:
         session = ProfileSession(self._placement.device, memory=self._spec.memory)
         self._begins = [*self._begins, time.perf_counter()]
+        problem = ""
         try:
             session.start()
         except RuntimeError as error:  # for instance, the caller of unisono.train() is already profiling
-            self.message(f"profile: the profiler cannot be started ({describe_exception(error)}); training continues")
+            problem = describe_exception(error)
+        # Ranks write a profile together, so they need to agree on whether there is one.
+        problems = self._agreement.all_gather(problem)
+        if any(problems):
+            with suppress(RuntimeError):
+                session.stop()
+            first = next(filter(None, problems))
+            self.message(f"profile: the profiler cannot be started ({first}); training continues")
             return
         self._session, self._running = session, True
 
