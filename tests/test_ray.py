@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from command_line import TESTS, TINY, end, lines, losses, start, unisono, wait_u
 from ray_cluster import RayCluster, ranks, ray_cluster
 from tiny_recipe import HOLD
 from unisono.ray.driver import exit_code
+from unisono.ray.machine import Machine
 from unisono.ray.output import MergedOutput
 
 STEPS = 40
@@ -120,6 +122,17 @@ def test_messages_of_all_launchers_appear_once(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().err.splitlines() == [
         *("step 1", "[machine 1] from rank 1", "unisono: a", "unisono: b", "unisono: a")
     ]
+
+
+def test_the_last_report_of_a_machine_can_be_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = pytest.importorskip("ray")
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "node"))
+    machine = Machine({}, str(tmp_path), {})  # the job lacks everything, so the program ends at once
+    while (report := machine.poll())["exit"] is None:
+        pass
+    again = machine.poll()
+    assert (again["exit"], again["result"]) == (report["exit"], report["result"]) == (1, None)
 
 
 def test_one_machine_that_ended_well_speaks_for_the_run() -> None:

@@ -47,6 +47,7 @@ class Machine:
         self._changed = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
         self._readers: list[threading.Thread] = []
+        self._result_text: str | None = None
         if not os.path.isdir(folder):
             self._refuse(
                 f"the folder {folder}, in which the command was started, does not exist on this node; start it in a "
@@ -87,9 +88,10 @@ class Machine:
         if self._process is not None and status is not None:
             for reader in self._readers:
                 reader.join(_END_OF_OUTPUT_S)
-            with os.fdopen(self._result) as pipe:
-                text = pipe.read()
-            result = json.loads(text) if text else None
+            if self._result_text is None:  # the driver asks again if a report is lost on its way
+                with os.fdopen(self._result) as pipe:
+                    self._result_text = pipe.read()
+            result = json.loads(self._result_text) if self._result_text else None
         lines = [self._lines.popleft() for _ in range(len(self._lines))]
         return {
             "node": ray.util.get_node_ip_address(),
