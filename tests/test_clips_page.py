@@ -230,7 +230,7 @@ def test_a_crop_is_cut_upright(video: Path, tmp_path: Path) -> None:
     ("words", "said"),
     [
         (["none.mp4"], "no such file"),
-        (["{taken}"], "is a folder; pass its videos"),
+        (["{taken}"], "is a folder; pass video files"),
         (["{video}", "--lowest_score", "2"], "expected a score, from 0 to 1"),
         (["{video}", "--lowest_score", "nan"], "expected a score, from 0 to 1"),
         (["{video}", "--num_clips", "0"], "num_clips 0"),

@@ -100,8 +100,8 @@ def test_speech_without_full_stops_ends_at_pauses_and_before_it_gets_too_long() 
         ("a.txt", "x", "expected a transcript whose name ends in .srt, .vtt or .json"),
         ("a.srt", "no times", "contains no captions with times"),
         ("a.vtt", "WEBVTT\n\n00:03.000 --> 00:01.000\nbackwards", "contains no captions with times"),
-        ("a.json", "{", "is no transcript"),
-        ("a.json", "[" * 100_000, "is no transcript"),
+        ("a.json", "{", "is not a transcript"),
+        ("a.json", "[" * 100_000, "is not a transcript"),
         ("a.json", '{"segments": 3}', 'expected an object with "segments"'),
         (
             "a.json",

@@ -529,7 +529,7 @@ BAD_LATENTS = {
 BAD_EMBEDDINGS = {
     "expected \\(rows, 32\\)": torch.randn(5, 31),
     "25 rows, but the model takes 24": torch.randn(25, 32),
-    "an embedding of zeros only": torch.zeros(5, 32),
+    "an embedding that contains only zeros": torch.zeros(5, 32),
 }
 
 

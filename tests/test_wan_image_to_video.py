@@ -363,7 +363,7 @@ def test_pictures_that_do_not_fit_are_named(cached: bool, root: Path, tmp_path: 
     assert len(opened()) == 4
     Image.new("RGB", (64, 32)).save(tmp_path / "data/still.png")
     (tmp_path / "data/still.txt").write_text("a picture")
-    refused(opened, "still.png: an image-to-video model needs videos of at least 5 frames, and this has 1")
+    refused(opened, "still.png: an image-to-video model needs videos of at least 5 frames, but this one has 1")
 
 
 def test_a_latent_without_a_video_needs_pictures(root: Path, tmp_path: Path) -> None:
@@ -375,7 +375,7 @@ def test_a_latent_without_a_video_needs_pictures(root: Path, tmp_path: Path) -> 
     save_file({"latent": torch.randn(16, 2, 4, 4)}, tmp_path / "data/a.latent.safetensors")
     (tmp_path / "data/a.txt").write_text("a ball")
     Image.new("RGB", (32, 32), "red").save(tmp_path / "data/a.first.png")
-    refused(opened, "a.latent.safetensors: the model is given its last frame, and there is no video; put a.last.png")
+    refused(opened, "a.latent.safetensors: the model needs its last frame, but there is no video; put a.last.png")
     Image.new("RGB", (32, 32), "blue").save(tmp_path / "data/a.last.png")
     data = opened()
     assert len(data) == 1 and data[0]["condition"].shape == (20, 2, 4, 4)

@@ -22,7 +22,7 @@ def evaluate_videos(
 ) -> dict[str, tuple[Tensor, int]]:
     """Returns (sum, count) of every metric over the videos of a batch.
 
-    `logits` [videos, clips] are those of the model, `names` [videos] the names of the videos. A suffix marks the metric
+    `logits` [videos, clips] are the model's output, `names` [videos] the names of the videos. A suffix marks the metric
     of a baseline: `mAP_random`. A metric that is undefined for a video is not counted.
     """
     values: dict[str, list[float]] = {}

@@ -1,4 +1,4 @@
-"""Validates the settings that both Wan recipes have."""
+"""Validates the settings that both Wan recipes share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from unisono.errors import ConfigError
 
 
 def check_frames(num_frames: int) -> None:
-    """Raises ConfigError for numbers of frames that Wan's VAE cannot encode."""
+    """Raises ConfigError if Wan's VAE cannot encode this number of frames."""
     if num_frames < 1 or num_frames % 4 != 1:
         below = max(1, (num_frames - 1) // 4 * 4 + 1)
         raise ConfigError(f"num_frames: expected 1, 5, 9, …, got {num_frames}; use {below} or {below + 4}")
@@ -28,7 +28,7 @@ def check_size(height: int, width: int, multiple: int) -> None:
 
 
 def check_prompts(config: Any, name: str) -> None:
-    """Raises ConfigError for prompts that are not valid text and for a missing prompt file."""
+    """Raises ConfigError if a prompt is not valid Unicode or the prompt file is missing."""
     prompts = getattr(config, name)
     if "\0" in prompts or not is_unicode(prompts):
         raise ConfigError(f"{name}: {shown(prompts)} is not valid Unicode")
@@ -37,7 +37,7 @@ def check_prompts(config: Any, name: str) -> None:
 
 
 def check_positions(shapes: Iterable[tuple[int, ...]], transformer: Mapping[str, Any], spatial_factor: int) -> None:
-    """Raises ConfigError for latents with more positions than the transformer's rotary embedding has.
+    """Raises ConfigError if a latent has more positions than the transformer's rotary embedding.
 
     `spatial_factor` is the number of pixels along a side of one latent position.
     """
@@ -58,7 +58,7 @@ def num_tokens(shape: Sequence[int], patch: Sequence[int]) -> int:
 
 
 def check_tokens(shapes: Iterable[tuple[int, ...]], patch: Sequence[int], context_size: int) -> None:
-    """Raises ConfigError for latents with fewer tokens than the ranks that share each sample."""
+    """Raises ConfigError if a latent has fewer tokens than there are ranks that share each sample."""
     for shape in shapes:
         number = num_tokens(shape, patch)
         if number < context_size:
@@ -69,7 +69,7 @@ def check_tokens(shapes: Iterable[tuple[int, ...]], patch: Sequence[int], contex
 
 
 def is_unicode(text: str) -> bool:
-    """Whether a text can be encoded; a lone surrogate (from a file name in another encoding, or JSON) cannot."""
+    """Whether a text can be encoded as UTF-8. Lone surrogates (from JSON or undecodable file names) cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -32,10 +32,10 @@ TEXT_TO_VIDEO, IMAGE_TO_VIDEO = "WanPipeline", "WanImageToVideoPipeline"
 
 
 def other_parts(pipeline: WanFolder, trained: Sequence[str], expert: str, boundary: float = BOUNDARY) -> WanFolder:
-    """The parts of a pipeline to export next to the trained transformers: all except its own transformers.
+    """The parts of a pipeline to export next to the trained transformers: all except the pipeline's transformers.
 
-    There is one exception: if only one of two experts was trained, the pipeline's other expert is exported too.
-    `boundary` is the noise level between two experts if the pipeline does not say it.
+    Exception: if only one of two experts was trained, the pipeline's other expert is exported too. `boundary` is the
+    noise level between two experts, used if the pipeline does not state it.
     """
     alone = expert != "both" and len(trained) == 1 and len(pipeline.transformers) == 2
     other_expert = {name: place for name, place in pipeline.transformers.items() if alone and name not in trained}
@@ -120,7 +120,7 @@ def _with_copied_parts(
     (folder / "model_index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     description = f"a pipeline for {index.get('_class_name')}.from_pretrained"
     if "transformer" not in (*models, *others):
-        description += "; it lacks the high-noise expert: pass that as transformer"
+        description += "; it lacks the high-noise expert: pass that expert as transformer"
     return description
 
 

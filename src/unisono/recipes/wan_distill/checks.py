@@ -51,7 +51,7 @@ def check_config(config: Any) -> None:
     if config.objective == "dmd2":
         _check_dmd2(config)
     elif config.lora_path:
-        raise ConfigError("lora_path: only --objective dmd2 has a LoRA of yours in its teacher; remove lora_path")
+        raise ConfigError("lora_path: only --objective dmd2 can add your LoRA to the teacher; remove lora_path")
     for name in _WEIGHTS:
         if not 0 <= getattr(config, name) < math.inf:
             raise ConfigError(f"{name}: expected a number of at least 0, got {getattr(config, name)}")

@@ -13,7 +13,7 @@ from unisono.recipes.wan_flow.model_checks import lora_targets
 
 
 def check_models(setup: Setup) -> None:
-    """Raises ConfigError for prompts, a student or files that do not fit the teacher."""
+    """Raises ConfigError if prompts, the student or files do not fit the teacher."""
     _ = setup.prompts, setup.preview_prompts, setup.student, setup.shape  # computing each of them checks it
     setup.encoders.check_files()
     for path in setup.teacher.transformers.values():
@@ -43,7 +43,7 @@ def _check_features(setup: Setup) -> None:
 
 
 def _check_loras(setup: Setup) -> None:
-    """Raises ConfigError for lora_targets that the teacher does not have, and for a LoRA that does not fit it."""
+    """Raises ConfigError if the teacher lacks one of lora_targets, or if the user's LoRA does not fit the teacher."""
     for name in setup.teacher.transformers:
         transformer = build_meta(setup.teacher_config)
         if setup.config.lora_rank:

@@ -49,7 +49,7 @@ def prepare(setup: Setup, kernel: Kernel, work: Work) -> None:
             seconds = setup.rollouts(split).fill(work, teacher, setup.text, _PURPOSES[split])
             if split == setup.splits[0]:
                 _store_time(setup, seconds[1:], work)  # the first block compiles, or warms up the device
-        if work.meet():  # importance is measured on samples of all ranks
+        if work.meet():  # wait for all ranks, because importance is measured on their samples
             return
         if setup.config.init == "teacher" and setup.config.objective == "regression":
             for file in work.share([setup.pruning_plan_file]):
@@ -61,7 +61,7 @@ def prepare(setup: Setup, kernel: Kernel, work: Work) -> None:
 
 
 def load(setup: Setup, work: Work) -> Teacher:
-    """Loads the teacher, and reports the size and the place of its weights."""
+    """Loads the teacher, and reports the size and location of its weights."""
     config = setup.config
     teacher, description = load_teacher(
         setup.teacher,
@@ -78,7 +78,7 @@ def load(setup: Setup, work: Work) -> Teacher:
 
 
 def _check_same_student(setup: Setup, work: Work) -> None:
-    """Raises ConfigError when student_config differs from the one that the run started with."""
+    """Raises ConfigError if student_config has changed since the run started."""
     file, student = work.folder / "student.json", json.loads(json.dumps(replace(setup.student, remarks=()).__dict__))
     if file.exists() and read_json(file, dict) != student:
         raise ConfigError(

@@ -51,7 +51,7 @@ class WanDistill(WanRecipe):
         *("lora_rank", "lora_alpha", "lora_targets", "lora_path", "score_steps"),
     )
     Config = settings.Config
-    has_frozen_weights = True  # those of the teacher
+    has_frozen_weights = True  # the weights of the teacher
 
     @classmethod
     def presets(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -84,7 +84,7 @@ class WanDistill(WanRecipe):
 
     @cached_property
     def objective(self) -> Regression | Dmd2:
-        """What the student learns, and how."""
+        """The objective of the run, with its models, data and losses."""
         if self.config.objective == "dmd2":
             from unisono.recipes.wan_distill.dmd2.objective import Dmd2
 
@@ -98,7 +98,7 @@ class WanDistill(WanRecipe):
         super().check_settings(settings)
         if self.config.teacher_dtype == "float8" and settings.precision.base_precision != "auto":
             raise ConfigError(
-                f"teacher_dtype float8 and base_precision {settings.precision.base_precision} both say how the teacher "
+                f"teacher_dtype float8 and base_precision {settings.precision.base_precision} both set how the teacher "
                 "is stored; remove one of them"
             )
         if self.config.online and settings.parallel.strategy == "dp":
@@ -183,7 +183,7 @@ class WanDistill(WanRecipe):
         return self.objective.loss(model, batch, noise)
 
     def before_evaluation(self, model: nn.Module) -> None:
-        """Measures the student's time per sample, only once because training does not change it."""
+        """Measures the student's time per sample on the first call only, because training does not change it."""
         from unisono.recipes.wan_distill.evaluation import time_student
 
         if not self._is_timed:

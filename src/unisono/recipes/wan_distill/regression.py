@@ -40,10 +40,10 @@ class Regression:
         self._samples: Samples | None = None
 
     def prepare(self, work: Work) -> None:
-        """Nothing besides the roll-outs."""
+        """Does nothing, because this objective needs only the roll-outs."""
 
     def groups(self) -> Sequence[Group]:
-        """None: all weights are trained together."""
+        """Returns no groups, because all weights are trained together."""
         return ()
 
     def transformers(self, model: Any) -> list[nn.Module]:
@@ -147,12 +147,12 @@ class Regression:
         return student
 
     def metrics(self, student: Experts, batch: Mapping[str, Any], text: Tensor) -> dict[str, Any]:
-        """The error of the velocity, which is also the loss of an evaluation."""
+        """The error of the velocity, which is also the evaluation loss."""
         metrics = velocity_metrics(self.setup, student, batch, text)
         return {"loss": metrics["velocity_error"], **metrics}
 
     def metric_names(self) -> list[str]:
-        """The scalar metrics among them."""
+        """The names of the scalar metrics."""
         return ["loss", "velocity_error"]
 
     def export(self, model: Any, folder: Path, file_format: str | None) -> str:
@@ -161,7 +161,7 @@ class Regression:
 
 
 def load_quietly(recipe: WanDistill) -> Teacher:
-    """Loads the teacher for training, and adds its size and place to the recipe's remarks."""
+    """Loads the teacher for training, and adds its size and location to the recipe's remarks."""
     messages: list[str] = []
     setup = recipe.setup
     teacher = load(setup, Work(setup.folder, device=setup.device, _say=messages.append))

@@ -35,9 +35,9 @@ class Config(Recipe.Config):
     student_config: str | None = None
     """JSON file with the student's size: hidden_size, depth, num_heads, …, or the arguments of WanTransformer3DModel. Default: half of the teacher's layers."""
     init: Literal["teacher", "fresh"] = "teacher"
-    """The student's initial weights: a subset of the teacher's, or random (fresh)."""
+    """The student's initial weights: a subset of the teacher's weights, or random weights (fresh)."""
     layers: str = "even"
-    """Which of the teacher's layers the student starts with: even (evenly spaced), importance (measured: the layers that change their input most), or their numbers, as in 0,3,6,9."""
+    """Which of the teacher's layers the student starts with: even (evenly spaced), importance (the layers that change their input most, as measured), or comma-separated layer numbers such as 0,3,6,9."""
 
     data_path: str | None = None
     """Text file with one prompt per line; `shapes` are the built-in prompts of the tiny teacher."""
@@ -61,13 +61,13 @@ class Config(Recipe.Config):
     eval_rollouts: int = 1
     """Number of samples that the teacher generates per held-out prompt."""
     rollout_batch: int = 8
-    """Number of samples that the teacher generates at once, the same on any number of devices. Another number changes the rounding of the samples."""
+    """Batch size of the teacher's roll-outs, the same on any number of devices. Changing it changes the rounding of the samples."""
     teacher_sampler: Literal["unipc", "euler"] = "unipc"
     """Sampler of the teacher."""
     teacher_steps: int = 32
     """Sampler steps of the teacher."""
     guidance: float = 5.0
-    """Guidance scale of the teacher, which the student learns to reproduce without guidance; for A14B that of the high-noise expert."""
+    """Guidance scale of the teacher (for A14B, of the high-noise expert). The student learns to reproduce the guided samples without guidance."""
     guidance_2: float | None = None
     """Guidance scale of the teacher's low-noise expert. Default: guidance."""
     negative_prompt: str = ""
@@ -82,7 +82,7 @@ class Config(Recipe.Config):
     teacher_dtype: Literal["auto", "float32", "float16", "bfloat16", "float8"] = "auto"
     """Dtype of the teacher; auto is bfloat16 on a GPU. float8 stores the weights in 8 bit and computes in bfloat16. base_precision also stores scales, and supports 4 bit."""
     teacher_device_strategy: Literal["auto", "gpu", "cpu", "balanced", "gpu0"] = "auto"
-    """Place of the teacher's weights: on each GPU (gpu, gpu0), in host memory and copied to the GPU block by block (cpu), or, with online, sharded over the GPUs (balanced). auto chooses gpu if they fit."""
+    """Where to keep the teacher's weights: on each GPU (gpu, gpu0), in host memory and copied to the GPU block by block (cpu), or, with online, sharded over the GPUs (balanced). auto chooses gpu if they fit."""
     compile_teacher: bool = True
     """Compile the teacher with torch.compile; only on a GPU."""
     online: bool = False
@@ -101,7 +101,7 @@ class Config(Recipe.Config):
     few_step_weight: float = 0.0
     """Weight of the loss that predicts the end of the teacher's trajectory from a few of its points."""
     few_steps: int = 4
-    """Number of the student's sampler steps with objective dmd2 or few_step_weight; for the latter, teacher_steps must be a multiple of it."""
+    """Number of the student's sampler steps, with objective dmd2 or few_step_weight. With few_step_weight, teacher_steps must be a multiple of few_steps."""
     feature_weight: float = 0.0
     """Weight of the loss between hidden states of matching layers; needs online and a student as wide as the teacher."""
 
@@ -110,13 +110,13 @@ class Config(Recipe.Config):
     lora_alpha: float | None = None
     """LoRA alpha; the output of a LoRA is scaled by lora_alpha / rank. Default: the rank."""
     lora_targets: str = ""
-    """Name endings of the layers that get a LoRA, separated by commas. Default: attention and feed-forward layers."""
+    """Comma-separated name endings of the layers that get a LoRA. Default: attention and feed-forward layers."""
     lora_path: str | None = None
     """LoRA file that is part of the teacher, with objective dmd2. Use it together with the student's LoRA afterwards."""
     score_steps: int = 5
-    """Number of training steps of the score between two of the student, with objective dmd2. More follow the student's distribution more closely."""
+    """Number of training steps of the score model per training step of the student, with objective dmd2. With more steps, the score follows the student's distribution more closely."""
     score_learning_rate: float | None = None
-    """Learning rate of the score, with objective dmd2. Default: learning_rate."""
+    """Learning rate of the score model, with objective dmd2. Default: learning_rate."""
 
     attention: Attention = "auto"
     """Attention kernel on a GPU; auto measures which one is fastest."""
@@ -124,7 +124,7 @@ class Config(Recipe.Config):
     eval_levels: int = 8
     """Number of noise levels at which to evaluate held-out prompts."""
     sample_prompts: str = ""
-    """Prompts to generate previews from, separated by |, or a text file with one per line. Default: held-out prompts, or the first ones."""
+    """Prompts to generate previews from, separated by |, or a text file with one caption per line. Default: held-out prompts, or the first ones."""
     num_previews: int = 4
     """Number of previews when sample_prompts is empty."""
 
@@ -147,7 +147,7 @@ TINY = {
 """Defaults for the tiny teacher on a CPU."""
 
 DMD2 = {"learning_rate": 2e-5, "beta1": 0.0, "warmup_steps": 20, "ema_decay": 0.99}
-"""Defaults of the objective dmd2 with LoRAs. A momentum would follow a score that has changed since."""
+"""Defaults of the objective dmd2 with LoRAs. Momentum is off, because the score changes between student steps."""
 
 DMD2_WHOLE = {**DMD2, "learning_rate": 2e-6}
 """Defaults of the objective dmd2 for all weights."""

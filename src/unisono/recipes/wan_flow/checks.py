@@ -67,7 +67,7 @@ def check_config(config: Any) -> None:
     if config.eval_dataset_path and config.num_eval:
         raise ConfigError("eval_dataset_path and num_eval both hold out samples; remove one of them")
     if config.lora_path and config.lora_targets:
-        raise ConfigError("lora_targets: lora_path already decides the layers; remove one of them")
+        raise ConfigError("lora_targets: lora_path already determines the layers; remove one of them")
     if config.dataset_path == "shapes" and (config.model_config or "").lower() not in TINY_NAMES:
         raise ConfigError(
             "dataset_path shapes needs a tiny model; add --model_config tiny (or tiny-i2v), or pass a folder"

@@ -1,4 +1,4 @@
-"""Metrics on held-out samples: the loss at fixed noise levels, and for the built-in shapes the accuracy of samples."""
+"""Metrics on held-out samples: the loss at fixed noise levels and, for the built-in shapes, sample accuracy."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ def shape_metrics(
 ) -> dict[str, tuple[Tensor, int]]:
     """The number of generated samples that show the colour and the shape named in their caption.
 
-    For an image-to-video model also the number that move as the caption says, and the error of the first frame.
+    For an image-to-video model, also returns the number of samples that move as their caption says, and the error of
+    the first frame.
     """
     from unisono.recipes.wan.tiny.classifier import recognised
     from unisono.recipes.wan.tiny.motion import first_frame_errors, moves

@@ -15,7 +15,7 @@ from unisono.recipes.wan_flow.setup import Setup
 
 
 def check_model(setup: Setup) -> None:
-    """Raises ConfigError for settings, weights or a LoRA that do not fit the model."""
+    """Raises ConfigError if settings, weights or a LoRA do not fit the model."""
     config, geometry = setup.config, setup.encoders.geometry
     check_given_frames(setup)
     if config.first_frame and not setup.has_token_times:
@@ -32,7 +32,7 @@ def check_model(setup: Setup) -> None:
 
 
 def check_given_frames(setup: Setup) -> None:
-    """Raises ConfigError for a condition that the model does not support, or that leaves nothing to generate."""
+    """Raises ConfigError if the model does not support the condition, or if it leaves no frames to generate."""
     config, kind = setup.config, setup.condition
     if not kind.has_channels:
         if config.condition == "none" and config.first_frame:
@@ -66,7 +66,7 @@ def check_weights(setup: Setup, name: str, transformer: Any) -> None:
 def lora_targets(config: Any, transformer: Any = None) -> list[str]:
     """Name endings of the layers that get a LoRA: those in the settings, or all projections of the blocks.
 
-    `transformer` decides whether there are projections of image embeddings; without it there are none.
+    With a `transformer` that has projections of image embeddings, the default includes these projections.
     """
     chosen = [target.strip() for target in config.lora_targets.split(",") if target.strip()]
     has_image = transformer is not None and transformer.config.added_kv_proj_dim

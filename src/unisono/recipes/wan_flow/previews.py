@@ -135,7 +135,7 @@ def generate(
     like: Tensor,
     condition: Condition | None = None,
 ) -> Tensor:
-    """Samples latents from noise. A low-noise expert was not trained on pure noise, so it starts from noised `like`."""
+    """Samples latents from noise. A low-noise expert, which never saw pure noise, starts from `like` with noise."""
     config, flow = recipe.config, recipe.setup.flow
     shift = _AUTO_SHIFT if config.shift == "auto" else float(config.shift)
     settings = {"steps": config.preview_steps, "guidance": config.guidance, "low": flow.low, "high": flow.high}

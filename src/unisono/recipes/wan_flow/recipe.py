@@ -20,7 +20,7 @@ from unisono.recipes.wan.settings import DEFAULTS, TINY_NAMES
 from unisono.recipes.wan_flow import settings
 from unisono.recipes.wan_flow.checks import check_config
 
-if TYPE_CHECKING:  # `unisono train wan-flow --help` need not wait for torch
+if TYPE_CHECKING:  # keeps `unisono train wan-flow --help` from importing torch
     import torch
     from torch import Tensor, nn
 

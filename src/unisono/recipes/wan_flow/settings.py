@@ -46,7 +46,7 @@ class Config(Recipe.Config):
     expert: Literal["high", "low", "both"] = "both"
     """Which of the two transformers of Wan 2.2 A14B to train."""
     condition: GivenFramesName | None = None
-    """Frames of each video that the model is given: first, first_last or none. Default: the usual ones of the model. Only models such as Wan 2.2 I2V-A14B (first, first_last) and TI2V-5B (none, first) leave the choice."""
+    """Frames of each video that the model is given: first, first_last or none. Default: the usual ones of the model. Only models such as Wan 2.2 I2V-A14B (first, first_last) and TI2V-5B (none, first) offer a choice."""
 
     dataset_path: str = "./dataset"
     """Folder of images and videos, each with a caption in a text file of the same name, or all listed in metadata.csv, .json or .jsonl; or tar shards, such as clips-{000..009}.tar or s3://bucket/*.tar. `shapes` is the built-in dataset."""
@@ -107,7 +107,7 @@ class Config(Recipe.Config):
     lora_alpha: float | None = None
     """LoRA alpha; the output of the LoRA is scaled by lora_alpha / rank. Default: the rank."""
     lora_targets: str = ""
-    """Name endings of the layers that get a LoRA, separated by commas. Default: attention and feed-forward layers."""
+    """Comma-separated name endings of the layers that get a LoRA. Default: attention and feed-forward layers."""
     lora_path: str | None = None
     """LoRA file to continue training. The file determines rank and layers."""
     attention: Attention = "auto"
@@ -116,7 +116,7 @@ class Config(Recipe.Config):
     eval_levels: int = 8
     """Number of noise levels at which to evaluate held-out samples."""
     preview_prompts: str = ""
-    """Captions to generate previews from, separated by |, or a text file with one per line. Default: some captions of the dataset."""
+    """Captions to generate previews from, separated by |, or a text file with one caption per line. Default: some captions of the dataset."""
     num_previews: int = 4
     """Number of previews when preview_prompts is empty."""
     preview_steps: int = 30

@@ -41,7 +41,7 @@ class FeatureFile:
             rows = read(self.path)
         except BadMedia:
             raise
-        except Exception as error:  # numpy and zipfile raise many kinds for damaged files, such as zlib.error
+        except Exception as error:  # numpy and zipfile raise many exception types for damaged files, such as zlib.error
             message = " ".join(str(error).split())[:200]
             raise BadMedia(self.path, f"cannot be read as features ({message})") from None
         if rows.ndim != 2 or 0 in rows.shape or rows.dtype.kind not in "fiu":
@@ -72,7 +72,7 @@ def opened_h5(path: Path) -> Iterator[Any]:
     if not path.is_file():
         raise BadMedia(path, "there is no such file")
     try:
-        # Does not lock the file, because nothing changes it any more, and some file systems have no locks.
+        # Does not require a lock, because nothing writes to the file, and some file systems do not support locks.
         with h5py.File(path, "r", locking="best-effort") as file:
             yield file
     except (OSError, RuntimeError, ValueError, TypeError, KeyError) as error:  # h5py has no common exception class

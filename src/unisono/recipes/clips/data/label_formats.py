@@ -63,7 +63,7 @@ def _csv(file: Path, highest: float) -> Iterator[LabelEntry]:
         if missing := [name for name in COLUMNS if name not in header]:
             raise ConfigError(
                 f"{file}, line 1: no column {missing[0]!r}; the first line must name the columns "
-                f"{','.join(COLUMNS)}, with commas between them"
+                f"{','.join(COLUMNS)}, comma-separated"
             )
         columns = [header.index(name) for name in COLUMNS]
         for cells in reader:
@@ -102,8 +102,8 @@ def _score(text: str, highest: float, where: str) -> float:
         raise ConfigError(f"{where}: score {shown(text)}: expected a number, or nothing") from None
     if not 0 <= score <= highest:
         raise ConfigError(
-            f"{where}: score {text} is not between 0 and {highest:g}; if your scores go higher, pass the highest "
-            "possible one as --highest_score"
+            f"{where}: score {text} is not between 0 and {highest:g}; if your scores can be higher, pass the "
+            "highest possible score as --highest_score"
         )
     return score / highest
 
@@ -141,7 +141,7 @@ def _query(line: str, where: str) -> LabelEntry:
     total = math.ceil(duration / _QV_SECONDS - 1e-6) if 0 < duration < 1e7 else 0
     if not total or len(raters) < len(clips) or not all(0 <= clip < total for clip in clips):
         raise ConfigError(
-            f"{where}: relevant_clip_ids {shown(clips)}: expected numbers from 0 to {max(0, total - 1)}, each once, "
+            f"{where}: relevant_clip_ids {shown(clips)}: expected distinct numbers from 0 to {max(0, total - 1)} "
             f"for {duration:g} s in clips of 2 s"
         )
     for clip, scores in raters.items():

@@ -170,7 +170,11 @@ def _labels_file(path: Path) -> Path:
     if len(candidates) == 1:
         return candidates[0]
     names = ", ".join(each.name for each in candidates[:3])
-    advice = f"it contains {names}: pass the one to use" if candidates else f"expected one with {','.join(COLUMNS)}"
+    advice = (
+        f"it contains {names}: pass the file to use"
+        if candidates
+        else f"expected a CSV file with the columns {','.join(COLUMNS)}"
+    )
     raise ConfigError(f"{path} contains no labels.csv; {advice}")
 
 

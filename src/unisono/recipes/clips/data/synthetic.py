@@ -1,10 +1,10 @@
 """The mirror set: generated videos in which only a pattern distinguishes highlights from decoys.
 
-If highlights merely moved more, frame difference would find them, and a trained model would prove nothing. Here every
-highlight has a decoy that is its mirror image: the same dot on the same circle at the same speed with the same sound,
-but it moves anticlockwise where the highlight moves clockwise. Both have the same brightness, colour, motion and
-loudness, and no single frame reveals which is which. Calm clips lie between them. The files are real MP4 with sound;
-their content is a function of (seed, split, number).
+If highlights merely moved more, frame difference would find them, and good metrics of a trained model would prove
+nothing. Here every highlight has a decoy that is its mirror image: the same dot on the same circle at the same speed
+with the same sound, but it moves anticlockwise where the highlight moves clockwise. Both have the same brightness,
+colour, motion and loudness, and no single frame reveals which is which. Calm clips lie between them. The files are real
+MP4 with sound; their content is a function of (seed, split, number).
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def output_folders(videos: Sequence[Path], output_dir: Path) -> OutputFolders:
     videos_by_inode: dict[tuple[int, int], Path] = {}
     for video in videos:
         if video.is_dir():
-            chosen.problems.append(f"{video} is a folder; pass its videos, for instance {video / '*.mp4'}")
+            chosen.problems.append(f"{video} is a folder; pass video files, for instance {video / '*.mp4'}")
             continue
         if not video.is_file():
             chosen.problems.append(f"{video}: there is no such file")
@@ -44,7 +44,7 @@ def output_folders(videos: Sequence[Path], output_dir: Path) -> OutputFolders:
             folder = output_dir / f"{name}-{number}"
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             chosen.problems.append(
-                f"{folder} already exists and is not empty; nothing is overwritten: choose another --output_dir"
+                f"{folder} already exists and is not empty; its files are not overwritten: choose another --output_dir"
             )
             continue
         if number > 1:

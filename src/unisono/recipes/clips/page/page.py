@@ -32,7 +32,7 @@ from unisono.recipes.clips.words.said import Said
 
 _TEMPLATE = Path(__file__).with_name("page.html")
 _NUM_THUMBNAILS = 12
-_SMALLEST_SHARE = 0.05  # of a clip's score, for a part to be named
+_SMALLEST_SHARE = 0.05  # minimum fraction of a clip's score for a component to be mentioned
 _WIDE_SCREEN = 1120  # pixels of the timeline's width on a large screen
 
 
@@ -84,7 +84,7 @@ def write_page(
 
 
 def _reasons(moment: Moment, scored: Scored) -> str:
-    """What the built-in scorer found in a moment; empty for a trained run."""
+    """Describes what the built-in scorer detected in a moment; empty for a trained run."""
     shares = [(name, share) for name, share in shares_of(moment, scored).items() if share >= _SMALLEST_SHARE]
     return ", ".join(f"{LABELS[name]} {100 * share:.0f} %" for name, share in shares)
 

@@ -1,1 +1,1 @@
-"""What is said in a video: transcripts (`reading.py`), sentences, clips that end with them, titles and captions."""
+"""Speech in a video: transcripts (`reading.py`), sentences, clips cut at sentence ends, titles and captions."""

@@ -1,4 +1,4 @@
-"""Moves the ends of moments to the borders of sentences, so that nobody is cut off."""
+"""Moves the ends of moments to sentence boundaries, so that no speaker is cut off."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def at_sentences(
     gap: float = 0.0,
     duration: float = math.inf,
 ) -> tuple[list[Moment], int]:
-    """Returns the moments (best first) with their ends at the borders of sentences, and how many have not found any.
+    """Returns the moments (best first) with their ends at sentence boundaries, and how many could not be moved there.
 
-    Each moment gets the borders that move its ends least while its length stays allowed. An end where nobody speaks may
-    stay. If no sentences fit, the moment begins and ends between two words (or captions). A moment that would overlap a
-    better one is dropped.
+    Each moment gets the boundaries that move its ends least while its length stays allowed. An end where nobody speaks
+    may stay. If no sentences fit, the moment begins and ends between two words (or captions). A moment that would
+    overlap a better one is dropped.
     """
     pieces = [piece for sentence in transcript.sentences for piece in sentence.pieces]
     placed: list[Moment] = []
@@ -51,13 +51,13 @@ def at_sentences(
 
 
 def _candidates(moment: Moment, units: Iterable[Sentence | Piece], duration: float) -> tuple[list[float], list[float]]:
-    """Where a clip may start and end: just around each unit, and where the moment does if nobody speaks there."""
+    """The times at which a clip may start and end: around each unit, and the moment's ends if nobody speaks there."""
     starts, ends, silent_start, silent_end = [], [], True, True
     ordered = sorted(units, key=lambda unit: unit.start)
     spoken_until = 0.0
     for number, unit in enumerate(ordered):
         following = ordered[number + 1].start if number + 1 < len(ordered) else duration
-        if unit.start >= spoken_until - _TINY:  # otherwise somebody else is speaking
+        if unit.start >= spoken_until - _TINY:  # no other unit is still being spoken
             starts.append(unit.start - min(_BEFORE_S, max(0.0, unit.start - spoken_until) / 2))
         spoken_until = max(spoken_until, unit.end)
         if following >= spoken_until - _TINY:
@@ -70,7 +70,7 @@ def _candidates(moment: Moment, units: Iterable[Sentence | Piece], duration: flo
 def _nearest(
     moment: Moment, starts: list[float], ends: list[float], low: float, high: float, least: float, most: float
 ) -> tuple[float, float] | None:
-    """The pair of candidates that moves the ends least."""
+    """Returns the pair of candidates that moves the ends least."""
     near_starts = sorted(
         (start for start in starts if start >= low - _TINY and abs(start - moment.start) <= most),
         key=lambda start: abs(start - moment.start),

@@ -10,15 +10,15 @@ from unisono.recipes.clips.words.transcript import Piece, Sentence, Transcript, 
 
 _LINE = 42  # characters; the usual limit of subtitles
 _LONGEST_S = 6.0
-_SHORTEST_S = 0.2  # less of a caption than this at the border of a clip cannot be read
+_SHORTEST_S = 0.2  # a caption that is visible for less time at the end of a clip cannot be read
 _TITLE = 80
 _FILLERS = re.compile(r"^((so|and|but|well|okay|ok|um|uh|er|you know|i mean)\b[\s,]*)+", re.IGNORECASE)
 
 
 def captions_of(transcript: Transcript, start: float, end: float) -> list[Piece]:
-    """The captions of a part of the video, with times from the beginning of that part.
+    """Returns the captions of a part of the video, with times relative to the start of that part.
 
-    Words are put together to lines of a readable length; captions of a file stay as they are.
+    Words are joined into lines of readable length; captions that come from a file are not changed.
     """
     pieces = transcript.captions
     if transcript.has_words:
@@ -35,7 +35,7 @@ def write_captions(stem: Path, captions: Sequence[Piece]) -> list[Path]:
     """Writes STEM.srt and STEM.vtt, which players load with the clip; returns their paths."""
     files = {".srt": [], ".vtt": ["WEBVTT", ""]}  # type: dict[str, list[str]]
     for number, caption in enumerate(captions, 1):
-        text = caption.text.replace("-->", "→")  # would be read as times
+        text = caption.text.replace("-->", "→")  # "-->" would be parsed as a line of times
         files[".srt"] += [str(number), _times(caption, ","), text, ""]
         escaped = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
         files[".vtt"] += [_times(caption, "."), escaped, ""]
@@ -49,7 +49,7 @@ def write_captions(stem: Path, captions: Sequence[Piece]) -> list[Path]:
 
 
 def title_of(sentences: Sequence[Sentence]) -> str:
-    """A title from what is said: the first sentence that says something, shortened at a word."""
+    """Returns a title: the first sentence with enough content, shortened at a word boundary."""
     texts = [_FILLERS.sub("", sentence.text).strip() for sentence in sentences]
     good = [text for text in texts if len(text.split()) >= 4 or len(text) >= 20]
     text = next(iter(good or [text for text in texts if text]), "")
@@ -60,7 +60,7 @@ def title_of(sentences: Sequence[Sentence]) -> str:
 
 
 def _lines(sentence: Sentence) -> list[Piece]:
-    """A sentence as captions of one line each, as even as possible."""
+    """Splits a sentence into one-line captions of about equal length."""
     total = len(sentence.text)
     most = max(1.0, total / max(1, -(-total // _LINE)))
     lines: list[list[Piece]] = [[]]

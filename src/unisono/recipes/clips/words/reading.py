@@ -1,7 +1,7 @@
 """Reads transcripts: SubRip (.srt), WebVTT (.vtt), and the JSON files of whisper, whisperX and faster-whisper.
 
-A transcript is foreign text. Times that run backwards, markup and control characters are removed, and a file that is
-no transcript is an error of one line.
+A transcript is untrusted text. Times that run backwards, markup and control characters are removed, and a file that is
+not a transcript raises a one-line error.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _TAG = re.compile(r"</?[a-zA-Z][^<>]*>|<\d[\d:.]*>|\{\\[^{}]*\}")
 
 
 def beside(video: Path) -> Path | None:
-    """The transcript next to a video, called like it: talk.json, talk.srt or talk.vtt, or talk.en.srt."""
+    """Returns the transcript next to a video with the same name: talk.json, talk.srt, talk.vtt or talk.en.srt."""
     stem = video.stem
     for ending in ENDINGS:
         if (exact := video.with_name(f"{stem}{ending}")).is_file() and (ending != ".json" or _is_whisper(exact)):
@@ -42,7 +42,7 @@ def beside(video: Path) -> Path | None:
 
 
 def read_transcript(path: Path) -> Transcript:
-    """Reads a transcript; raises UserError if the file is none."""
+    """Reads a transcript; raises UserError if the file is not a transcript."""
     ending = path.suffix.lower()
     if ending not in ENDINGS:
         raise UserError(f"{path}: expected a transcript whose name ends in .srt, .vtt or .json")
@@ -52,7 +52,7 @@ def read_transcript(path: Path) -> Transcript:
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror or error})") from None
     except ValueError as error:
-        raise UserError(f"{path} is no transcript that unisono can read ({error})") from None
+        raise UserError(f"{path} is not a transcript that unisono can read ({error})") from None
     if not captions:
         raise UserError(f"{path} contains no captions with times")
     return transcript_of(path.name, captions, words)
@@ -105,7 +105,7 @@ def plain(text: str) -> str:
 
 
 def _whisper(document: Any) -> tuple[list[Piece], list[Piece]]:
-    """Captions and words of a JSON file of whisper; words are only used if every segment has their times."""
+    """Captions and words of a whisper JSON file; words are used only if every segment has word times."""
     if isinstance(document, dict):
         document = document.get("segments")
     if not isinstance(document, list):
@@ -130,12 +130,12 @@ def _piece(item: Any, key: str) -> Piece | None:
     numbers = [each for each in (start, end) if isinstance(each, int | float) and not isinstance(each, bool)]
     text = plain(item[key])
     if len(numbers) < 2 or not all(map(math.isfinite, numbers)) or not 0 <= numbers[0] <= numbers[1] or not text:
-        return None  # whisperX has words without times, such as numbers
+        return None  # whisperX gives some words, such as numbers, no times
     return Piece(float(numbers[0]), float(numbers[1]), text)
 
 
 def _is_whisper(path: Path) -> bool:
-    """Whether a JSON file that lies next to a video is a transcript, and not something else about the video."""
+    """Whether a JSON file next to a video is a transcript, not other data about the video."""
     try:
         return bool(_whisper(json.loads(_text(path)))[0])
     except (OSError, ValueError, RecursionError):

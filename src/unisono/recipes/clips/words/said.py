@@ -1,4 +1,4 @@
-"""What is said in one clip: its title, its text and its caption files."""
+"""Speech in one clip: its title, its text and its caption files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Said:
 
 
 def said_in(transcript: Transcript | None, clip: Path, start: float, end: float) -> Said | None:
-    """Writes the caption files of a clip, which shows this part of the video; None if there is no transcript."""
+    """Writes the caption files of a clip of this part of the video; returns None if there is no transcript."""
     if transcript is None:
         return None
     sentences = transcript.between(start, end)

@@ -1,7 +1,7 @@
-"""Finds the parts of a video that are about a text, by comparing embeddings of what is said with it.
+"""Finds the parts of a video that match a query, by comparing embeddings of the transcript with the query's.
 
-A sentence alone often does not say what it is about ("It was expensive"), so it is also compared as a part of passages
-with its neighbours. The score of a sentence is the mean of its own similarity and that of its best passage.
+A sentence alone often does not state its topic ("It was expensive"), so passages of neighbouring sentences are compared
+too. The score of a sentence is the mean of its own similarity and the similarity of its best passage.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from unisono.recipes.common.minilm import minilm_folder
 
 CLIP_SECONDS = 2.0
 _PASSAGE_WORDS = 60
-_MOST_TOKENS = 256  # the length for which the model was trained
+_MOST_TOKENS = 256  # the sequence length that the model was trained with
 _AT_ONCE = 32
 
 Embed = Callable[[Sequence[str]], NDArray[np.float32]]
 
 
 def searched(video: Path, transcript: Transcript, query: str, embed: Embed) -> Scored:
-    """Scores every two seconds of a video by how much what is said there is about the query; silence scores 0."""
+    """Scores each two-second clip of a video by the relevance of its speech to the query; silence scores 0."""
     footage = Footage(video)
     scores = np.zeros(max(1, math.ceil(footage.duration / CLIP_SECONDS - 1e-6)))
     for sentence, value in zip(transcript.sentences, relevance(transcript, query, embed), strict=True):
@@ -42,7 +42,7 @@ def searched(video: Path, transcript: Transcript, query: str, embed: Embed) -> S
 
 
 def relevance(transcript: Transcript, query: str, embed: Embed) -> NDArray[np.float64]:
-    """How much each sentence is about the query, from 0 to 1."""
+    """Returns the relevance of each sentence to the query, from 0 to 1."""
     texts = [sentence.text for sentence in transcript.sentences]
     spans = [_passage(texts, first) for first in range(len(texts))]
     vectors = embed([query, *texts, *(joined(texts[first:last]) for first, last in spans)])
@@ -79,7 +79,7 @@ def minilm(device: str = "cpu") -> Embed:
 
     @torch.inference_mode()
     def embed(texts: Sequence[str]) -> NDArray[np.float32]:
-        order = sorted(range(len(texts)), key=lambda number: len(texts[number]))  # little padding
+        order = sorted(range(len(texts)), key=lambda number: len(texts[number]))  # sorted by length, to reduce padding
         vectors = np.zeros((len(texts), model.config.hidden_size), np.float32)
         for at in range(0, len(order), _AT_ONCE):
             rows = order[at : at + _AT_ONCE]

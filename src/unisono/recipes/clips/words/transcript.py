@@ -1,8 +1,8 @@
-"""A transcript: sentences with times, made of the words or captions of a file.
+"""A transcript: sentences with times, built from the words or captions of a file.
 
 Captions break lines where the screen ends, not where a sentence does. So the pieces of a file (words if it has their
-times, captions otherwise) are joined until one ends with a full stop, until a pause, or until a sentence is too long
-to be one. A sentence therefore begins and ends at the border of a piece, where nobody is in the middle of a word.
+times, captions otherwise) are joined until a piece ends with a full stop, a pause follows, or the sentence reaches the
+maximum length. A sentence therefore begins and ends at the boundary of a piece, never in the middle of a word.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 _END = re.compile(r"[.!?…。！？؟।][\"'”’»)\]]*$")
 _NO_END = re.compile(r"(^|\s)(\w|Mr|Mrs|Ms|Dr|Prof|St|vs|etc|e\.g|i\.e|No)\.$", re.IGNORECASE)
-_PAUSE_S = 1.2  # a longer pause ends a sentence, also without a full stop
+_PAUSE_S = 1.2  # a longer pause ends a sentence even without a full stop
 _LONGEST_S = 30.0  # automatic captions may have no full stops at all
-_WIDE = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]$")  # written without spaces, at least at line ends
+_WIDE = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]$")  # scripts without spaces, at least at line ends
 
 
 @dataclass(frozen=True)
@@ -29,18 +29,18 @@ class Piece:
 
 @dataclass(frozen=True)
 class Sentence:
-    """Pieces that belong together."""
+    """The pieces of one sentence."""
 
     pieces: tuple[Piece, ...]
 
     @property
     def start(self) -> float:
-        """When its first piece begins."""
+        """The start of the first piece, in seconds."""
         return self.pieces[0].start
 
     @property
     def end(self) -> float:
-        """When its last piece ends."""
+        """The end of the last piece, in seconds."""
         return max(piece.end for piece in self.pieces)
 
     @property
@@ -51,28 +51,28 @@ class Sentence:
 
 @dataclass(frozen=True)
 class Transcript:
-    """What is said in a video."""
+    """The transcript of a video."""
 
     name: str
     """The file's name."""
     sentences: tuple[Sentence, ...]
     captions: tuple[Piece, ...]
-    """The lines of the file, as it shows them."""
+    """The captions as they appear in the file."""
     has_words: bool
     """Whether the pieces are words."""
 
     def between(self, start: float, end: float) -> list[Sentence]:
-        """The sentences of which at least half lies in this time."""
+        """Returns the sentences with at least half of their duration in this time range."""
         return [each for each in self.sentences if start <= (each.start + each.end) / 2 < end]
 
 
 def transcript_of(name: str, captions: Sequence[Piece], words: Sequence[Piece] = ()) -> Transcript:
-    """Makes a transcript of captions in order of time, and of all words if their times are known."""
+    """Builds a transcript from captions in order of time, or from all words if their times are known."""
     return Transcript(name, tuple(_sentences(words or captions)), tuple(captions), bool(words))
 
 
 def joined(texts: Iterable[str]) -> str:
-    """Puts pieces of text together, with a space between them unless their script has none."""
+    """Joins pieces of text, with a space between them unless their script uses no spaces."""
     result = ""
     for text in filter(None, (" ".join(each.split()) for each in texts)):
         result += text if not result or _WIDE.search(result) else f" {text}"

@@ -1,4 +1,4 @@
-"""The cached conditions of a list of samples: mask and latent channels, and image embeddings."""
+"""Caches the conditions of a list of samples: mask and latent channels, and image embeddings."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _FORMAT = 1  # part of every key, so that entries of another format are ignored
 
 @dataclass(frozen=True)
 class ConditionSettings:
-    """What cached conditions depend on, besides the files and the latents' own settings."""
+    """The settings that cached conditions depend on, besides the settings of the latents."""
 
     kind: ConditionKind
     image_encoder: str = ""
@@ -50,7 +50,7 @@ class ConditionCache:
         latent_keys: Sequence[str],
         bad: BadFiles,
     ) -> None:
-        """`vae` is the fingerprint of the VAE; the condition of a sample changes whenever its latent's key does."""
+        """`vae` is the fingerprint of the VAE. A sample's condition gets a new key whenever its latent does."""
         self._sources, self._settings, self._geometry, self._bad = sources, settings, geometry, bad
         self._given = GivenFrames(settings.kind, crop, geometry)
         self._channels = Packs(folder / "conditions", self._is_condition)

@@ -29,7 +29,7 @@ class GivenFrames:
         self._kind, self._crop, self._geometry = kind, crop, geometry
 
     def pictures_of(self, source: Source) -> list[Path | None]:
-        """The picture next to the sample for each given frame; None where the video's own frame is given."""
+        """The picture that replaces each given frame; None where the video's own frame is used."""
         return [source.first, source.last][: self._kind.num_frames]
 
     def read(self, source: Source, latent: tuple[int, ...] = ()) -> tuple[Tensor, int]:
@@ -45,7 +45,7 @@ class GivenFrames:
             own = self._crop.fit(path, self._geometry.multiple)
             if own != fit:
                 raise BadMedia(
-                    path, f"its sample has {_size(own)}, but its latent is of {_size(fit)}; encode the latent again"
+                    path, f"its sample has {_size(own)}, but its latent has {_size(fit)}; encode the latent again"
                 )
             frames = self._crop.read(path, fit)
         return self.chosen(source, fit, frames), fit.frames
@@ -73,7 +73,7 @@ class GivenFrames:
         else:
             fit = self._crop.fit(path, self._geometry.multiple)
         if fit.frames == 1:
-            raise BadMedia(path, "an image-to-video model needs videos of at least 5 frames, and this has 1")
+            raise BadMedia(path, "an image-to-video model needs videos of at least 5 frames, but this one has 1")
         return fit
 
     def check(self, source: Source, fit: Fit) -> None:
@@ -91,7 +91,7 @@ class GivenFrames:
             assert source.latent is not None
             raise BadMedia(
                 source.latent,
-                f"the model is given its {' and '.join(missing)} frame, and there is no video; put "
+                f"the model needs its {' and '.join(missing)} frame, but there is no video; put "
                 f"{' and '.join(f'{Path(source.name).name}.{name}.png' for name in missing)} next to it",
             )
         return media_of(source)

@@ -19,7 +19,7 @@ FOLDERS = ("image_encoder", "image_processor")
 IMAGE_TOKENS = 257
 """Tokens per given frame of the image encoder that the published models share."""
 
-_TEXT_LENGTH = 512  # diffusers' attention separates image tokens from text by this number
+_TEXT_LENGTH = 512  # diffusers' attention takes the last 512 tokens as text and all others as image
 
 
 class ImageEncoder:
@@ -46,7 +46,7 @@ class ImageEncoder:
     def encode(self, pictures: Tensor) -> Tensor:
         """Embeds the given frames of one sample, uint8 [n, H, W, 3], as float32 [n, tokens, width].
 
-        The last layer but one, as in diffusers' pipeline, which encodes all given frames of a sample together.
+        Uses the second-to-last layer, as in diffusers' pipeline, which encodes all given frames of a sample together.
         """
         from PIL import Image
 
@@ -59,14 +59,14 @@ class ImageEncoder:
 
 
 def fingerprint(encoder: Path, processor: Path) -> str:
-    """A hash of the files of both, and of the processor's class: with torchvision, transformers uses another one."""
+    """Hashes the files of both, and the processor's class, which depends on whether torchvision is installed."""
     return of_folders([encoder, processor], _processor_class().__name__)
 
 
 def num_tokens(config: Mapping[str, Any]) -> int:
     """The number of tokens of an image, from the config of the image encoder."""
     side = count_in(config, "image_size", "image encoder") // count_in(config, "patch_size", "image encoder")
-    return side**2 + 1  # and the class token
+    return side**2 + 1  # + 1: the class token
 
 
 def check_image_encoder(config: Mapping[str, Any], transformer: Mapping[str, Any], text_length: int) -> None:

@@ -1,7 +1,8 @@
-"""The condition as the transformer takes it, equal to that of `WanImageToVideoPipeline` to the bit.
+"""The condition in the form that the transformer takes, bitwise equal to `WanImageToVideoPipeline`'s.
 
 The VAE encodes a video of the given frames that is grey everywhere else. The mask marks the given frames. It has four
-channels, because a latent frame stands for four frames. The transformer gets noisy latent, mask and latent as channels.
+channels, because a latent frame stands for four frames. The transformer takes the noisy latent, the mask and the latent
+of the given frames as input channels.
 """
 
 from __future__ import annotations
@@ -23,20 +24,20 @@ class Condition(NamedTuple):
     """CLIP embeddings of the given frames, [batch, given frames, tokens, width]."""
 
     def rows(self, rows: Tensor) -> Condition:
-        """The condition of some samples."""
+        """Selects the condition of some samples."""
         return Condition(self.channels[rows], None if self.image is None else self.image[rows])
 
     def twice(self) -> Condition:
-        """The condition of all samples, repeated once, for a batch with and without captions."""
+        """Repeats the condition, for a batch that contains each sample with and without its caption."""
         image = None if self.image is None else torch.cat([self.image, self.image])
         return Condition(torch.cat([self.channels, self.channels]), image)
 
     def to(self, device: torch.device | str) -> Condition:
-        """The condition on a device."""
+        """Moves the condition to a device."""
         return Condition(self.channels.to(device), None if self.image is None else self.image.to(device))
 
     def with_noisy(self, noisy: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """All input channels, and the transformer's keyword arguments."""
+        """Returns all input channels, and the transformer's keyword arguments."""
         channels = torch.cat([noisy, self.channels.to(noisy)], dim=1)
         keywords = {} if self.image is None else {"encoder_hidden_states_image": self.image.flatten(0, 1)}
         return channels, keywords
@@ -85,7 +86,7 @@ def _as_diffusers(pictures: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _encoded(vae: WanVae, video: Tensor) -> Tensor:
-    """The latent of a video [3, F, H, W], normalised by a product like in diffusers' pipeline; not by a quotient."""
+    """Encodes a video [3, F, H, W]. Normalises by multiplication, as diffusers' pipeline does, not by division."""
     with torch.autocast(video.device.type, enabled=False):  # the run may use 16-bit autocast
         mean: Tensor = vae.model.encode(video[None].to(vae.model.dtype)).latent_dist.mode()[0].float()
     of_latents, spread = (part.to(mean.device) for part in vae.statistics)

@@ -1,4 +1,4 @@
-"""Which frames of a video a model is given, derived from the transformer's config.
+"""Derives from the transformer's config which frames of a video a model is given.
 
 Wan 2.1 I2V       36 channels, CLIP embedding of the first frame
 Wan 2.1 FLF2V     36 channels, CLIP embeddings of the first and the last frame, with positions
@@ -16,7 +16,7 @@ from unisono.errors import ConfigError
 from unisono.recipes.wan.settings import GivenFramesName
 
 MASK_CHANNELS = 4
-"""Channels that mark the given frames: one per frame of a latent frame."""
+"""Number of mask channels: one for each video frame that a latent frame stands for."""
 
 
 @dataclass(frozen=True)

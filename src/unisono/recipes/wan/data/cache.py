@@ -146,7 +146,7 @@ class Cache:
         return finish
 
     def open(self, leave_out_bad: bool = False) -> CachedSamples:
-        """Opens the samples, once all ranks have filled their share. With `leave_out_bad`, skips unusable samples."""
+        """Opens the samples after all ranks have filled their shares. With `leave_out_bad`, skips unusable samples."""
         latents, texts = self._latents.find(), self._texts.find()
         needed: list[tuple[Container[str], Sequence[str]]] = [(latents, self._latent_keys), (texts, self._text_keys)]
         if self._masks:

@@ -17,7 +17,7 @@ from unisono.recipes.common.bad_files import BadFiles, BadMedia
 from unisono.recipes.common.packs import Packing, Packs
 
 _READERS = 4  # threads that decode while the device encodes; also the number of samples read ahead
-_NAMED = 3  # bad files reported at once
+_NAMED = 3  # number of bad files to report individually
 
 Item = TypeVar("Item")
 Finish = Callable[[], Tensor]

@@ -1,4 +1,4 @@
-"""Chooses the frames, size and window of the sample that an image or video of any size becomes."""
+"""Chooses how an image or video of any size becomes a sample: its frames, size and window."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Crop:
     """Position of the window in a longer video: head, middle or random."""
 
     def of(self, path: Path) -> Crop:
-        """The settings that affect a file: for a still image, those of the window are set to a single frame."""
+        """The settings that affect a file. For a still image, the window is a single frame."""
         return replace(self, num_frames=1, fps=0.0, start="head") if is_still(path) else self
 
     def check(self, multiple: int) -> None:

@@ -1,4 +1,4 @@
-"""Masks beside samples: how much each element of a latent counts in the loss.
+"""Masks beside samples, which weight each element of a latent in the loss.
 
 `a.mask.png` or `a.mask.mp4` belongs to the sample `a`: white counts, black does not, grey counts in part. The mask goes
 through the same window, crop and scaling as its image or video. Its brightness is then averaged over the pixels of each
@@ -55,7 +55,7 @@ def _sample_of(source: Source, crop: Crop, geometry: Geometry) -> tuple[MediaFac
 
 
 def check_same_frames(path: Path, of: MediaFacts, kind: str) -> None:
-    """Raises BadMedia for a file beside a sample that does not have the sample's size, frames and frame rate.
+    """Raises BadMedia if a file beside a sample does not have the sample's size, frame count and frame rate.
 
     A still image fits every frame of a video.
     """
@@ -108,7 +108,9 @@ class MaskCache:
     def _read(self, source: Source) -> Finish:
         mask = read_mask(source, self._crop, self._geometry)
         if source.mask is not None and not mask.any():
-            raise BadMedia(source.mask, "is black wherever the sample is used, so nothing of the sample would count")
+            raise BadMedia(
+                source.mask, "is black wherever the sample is used, so the sample would not contribute to the loss"
+            )
         return lambda: mask
 
     def find(self) -> dict[str, PackEntry | None]:

@@ -59,7 +59,7 @@ class Fit:
 def fit(
     facts: MediaFacts, *, num_frames: int, height: int, width: int, max_pixels: int, multiple: int, fps: float
 ) -> Fit:
-    """Chooses the sample of a file: at most `num_frames` frames, and a size that the model takes.
+    """Chooses the frames and size of a file's sample: at most `num_frames`, and a size that the model accepts.
 
     With a height and a width, every sample has that size. If both are 0, a sample keeps its aspect ratio and its size,
     scaled down to `max_pixels` (0: no limit) and rounded down to multiples of `multiple`.
@@ -129,7 +129,7 @@ def _in_order(media: Video | ImageOrAnimation, first: int, count: int) -> Iterat
     frames = list(islice((frame for frame in media.frames(begin) if frame.time >= begin), count))
     if len(frames) == count:
         return iter(frames)
-    # With a varying frame rate, too few frames may follow that time: then selects the frames by their number.
+    # With a variable frame rate, too few frames may follow that time. In that case, select frames by number.
     return islice(media.frames(0), first, first + count)
 
 

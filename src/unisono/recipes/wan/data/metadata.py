@@ -71,7 +71,7 @@ def _csv(tree: Tree, table: str) -> Iterator[Row]:
     reader = csv.reader((f"{line}\n" for _, line in tree.lines(table, _MOST_BYTES)), strict=True)
     try:
         header = [name.strip().lower() for name in next(reader, [])]
-        _refuse_twice(header, str(where))
+        _reject_duplicates(header, str(where))
         if not set(header) & set(_MEDIA) or not set(header) & set(_CAPTION):
             raise ConfigError(
                 f"{where}: the columns are {shown(', '.join(header))}; expected one of "
@@ -118,12 +118,12 @@ def _parsed(text: str, where: str) -> Any:
 
 
 def _once(pairs: list[tuple[str, Any]], where: str) -> dict[str, Any]:
-    _refuse_twice([name for name, _ in pairs], where)
+    _reject_duplicates([name for name, _ in pairs], where)
     return dict(pairs)
 
 
-def _refuse_twice(names: list[str], where: str) -> None:
-    """Raises ConfigError for duplicate names, which programs read in different ways."""
+def _reject_duplicates(names: list[str], where: str) -> None:
+    """Raises ConfigError for duplicate names, because programs disagree on which one counts."""
     twice = next((name for name in (*_MEDIA, *_CAPTION) if names.count(name) > 1), None)
     if twice is not None:
         raise ConfigError(f"{where}: {twice} occurs {names.count(twice)} times; keep one of them")

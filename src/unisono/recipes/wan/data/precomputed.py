@@ -46,7 +46,7 @@ def read_embedding(path: Path, width: int, max_length: int) -> Tensor:
         raise BadMedia(path, f"an embedding of shape {tuple(rows.shape)}; expected (rows, {width})")
     filled = rows.any(dim=1).nonzero()
     if not len(filled):
-        raise BadMedia(path, "an embedding of zeros only")
+        raise BadMedia(path, "an embedding that contains only zeros")
     rows = rows[: int(filled[-1]) + 1]
     if len(rows) > max_length:
         raise BadMedia(path, f"an embedding of {len(rows)} rows, but the model takes {max_length}")

@@ -1,6 +1,6 @@
 """Images and videos in tar shards, local or remote, in the layout of WebDataset: `a.mp4` and `a.txt` form one sample.
 
-The shards are indexed by `unisono.datasets`: the index contains the place of each image or video and of its caption.
+The shards are indexed by `unisono.datasets`: the index contains the offset of each image or video and of its caption.
 The cache of latents then reads each image or video once, as one range of bytes, into a temporary file for the decoder.
 """
 
@@ -35,10 +35,10 @@ from unisono.storage.addresses import is_remote
 
 _SUFFIXES = (*VIDEO_SUFFIXES, *IMAGES)
 _CAPTIONS = ("txt", "json")
-_KEYS = ("caption", "text", "prompt")  # of a caption in JSON
+_KEYS = ("caption", "text", "prompt")  # possible keys of a caption in JSON
 _MOST_BYTES, _MOST_CHARACTERS = 2**20, 65_536
 _AHEAD = 2**18  # bytes that indexing reads at a time from remote shards
-_THREADS = 16  # that read captions
+_THREADS = 16  # number of threads that read captions
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,12 @@ class PackedMedia:
 
     @property
     def identity(self) -> str:
-        """Differs if the content differs; part of its cache key."""
+        """A string that changes whenever the content changes; part of the cache key."""
         return f"{self.start}\0{self.size}\0{self.suffix}\0{self.shard.size}\0{self.shard.stamp}"
 
     @contextmanager
     def as_file(self, name: str) -> Iterator[Path]:
-        """A temporary file with the content; a BadMedia inside the context names the sample instead of the file."""
+        """Yields a temporary file with the content. A BadMedia raised inside the context names the sample instead."""
         with tempfile.TemporaryDirectory(prefix="unisono-") as folder:
             path = Path(folder) / f"media{self.suffix}"
             path.write_bytes(_read(self.reader, self.shard, self.start, self.size))
@@ -85,7 +85,7 @@ def are_shards(path: str) -> bool:
 def read_shards(
     pattern: str, index_dir: Path | None, work: Work, *, leave_out_bad: bool, report: Callable[[str], None]
 ) -> list[PackedSample]:
-    """The samples of all shards in their order; every rank calls it, and reads a share of the captions."""
+    """Returns the samples of all shards in order. Every rank must call this and reads a share of the captions."""
     shards = files.examine(expand(str(Path(pattern).expanduser()) if pattern.startswith("~") else pattern, ".tar"))
     reader = files.RangeReader()
 
@@ -116,7 +116,7 @@ def read_shards(
 
 
 def _rows(reader: files.RangeReader, shard: files.Source) -> list[list[int]]:
-    """For each sample of a shard: place, size and kind of its image or video, and of its caption."""
+    """For each sample of a shard: offset, size and kind of its image or video, and of its caption."""
     buffered = Buffered(reader.read, shard, _AHEAD if shard.is_remote else 0)
     try:
         return [row for sample in samples(buffered.read, shard.size) if (row := _row(sample, shard)) is not None]
@@ -190,7 +190,7 @@ def _read(reader: files.RangeReader, shard: files.Source, start: int, size: int)
         data = reader.read(shard, start, size)
     except UserError:
         raise
-    except Exception as error:  # every file system of fsspec raises others
+    except Exception as error:  # each fsspec file system raises its own exceptions
         raise UserError(f"{shard.name} cannot be read ({type(error).__name__})") from error
     if len(data) != size:
         raise UserError(f"{shard.name} has changed: it is shorter than in the index")

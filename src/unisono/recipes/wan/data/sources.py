@@ -124,7 +124,7 @@ def _lists_of(tree: Tree, name: str) -> tuple[str, ...]:
 def _lists_in(tree: Tree) -> tuple[str, ...]:
     """The file, or the two files, that list the samples of a folder; empty if there are none."""
 
-    def is_list(name: str) -> bool:  # prompt.txt is the caption of prompt.mp4, if that is there
+    def is_list(name: str) -> bool:  # prompt.txt is a caption if prompt.mp4 exists
         return name in tree and not any(name.removesuffix(".txt") + suffix in tree for suffix in _MEDIA)
 
     media, captions = ([name for name in names if is_list(name)] for names in (MEDIA_LISTS, CAPTION_LISTS))
@@ -197,7 +197,7 @@ def _side_by_side(tree: Tree) -> _Samples:
             samples.bad.append(_Bad(f"{tree.folder}/{stem}", str(error), ""))
             continue
         for path in paths:
-            if path in tree:  # raises for a link that leads outside
+            if path in tree:  # raises ConfigError for a link out of the folder
                 _add(samples, tree, f"{tree.folder}/{path}", stem, path, caption)
         if not paths and stem + LATENT in tree:
             _add(samples, tree, f"{tree.folder}/{stem}{LATENT}", stem, None, caption)
@@ -207,7 +207,7 @@ def _side_by_side(tree: Tree) -> _Samples:
 
 
 def _beside_samples(media: Mapping[str, Sequence[str]]) -> list[str]:
-    """The images and videos that are no samples, because their names say that they belong to one."""
+    """The images and videos that belong to a sample according to their names, and are not samples themselves."""
     return [
         stem + suffix
         for stem in media
@@ -218,7 +218,7 @@ def _beside_samples(media: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 def _read_caption(tree: Tree, path: str) -> str:
-    if path not in tree:  # raises for a link that leads outside
+    if path not in tree:  # raises ConfigError for a link out of the folder
         raise ConfigError(f"{tree.path(path)} is not a file")
     return "\n".join(line for _, line in tree.lines(path, 4 * _MOST_CHARACTERS)).strip()
 
@@ -251,7 +251,7 @@ def _picture(tree: Tree, stem: str) -> Path | None:
 
 
 def _owner_of(stem: str) -> str | None:
-    """The name of the sample that a picture named `stem` belongs to, as a given frame; None for other names."""
+    """The name of the sample for which the picture `stem` is a given frame; None for other names."""
     return next((stem.removesuffix(end) for end in (FIRST, LAST) if stem.endswith(end)), None)
 
 
@@ -291,7 +291,7 @@ def _nested_list(tree: Tree) -> str:
 
 
 def _with_unique_names(sources: list[Source]) -> list[Source]:
-    """Shortens names: a.mp4 becomes a, unless there is an a.png too. If it is listed again, it becomes a#2."""
+    """Shortens a.mp4 to a, unless there is also an a.png. If a.mp4 is listed again, it becomes a#2."""
 
     def short(path: str) -> str:
         return path.removesuffix(LATENT) if path.endswith(LATENT) else splitext(path)[0]

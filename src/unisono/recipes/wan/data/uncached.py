@@ -56,7 +56,7 @@ class UncachedSamples(ShapedSamples):
         item: dict[str, Any] = {"frames": frames, "caption": source.caption or ""}
         if self._masked:
             after = torch.get_rng_state()
-            torch.set_rng_state(before)  # a mask has the same random window as its video
+            torch.set_rng_state(before)  # so that the mask gets the same random window as its video
             item["mask"] = self._mask(source, self.shape(index))
             torch.set_rng_state(after)
         if self._given is not None:

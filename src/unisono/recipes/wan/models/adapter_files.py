@@ -1,4 +1,4 @@
-"""DoRA and LoKr files by the names of diffusers and peft, ComfyUI, and kohya's scripts and LyCORIS.
+"""Reads and writes DoRA and LoKr files with the weight names of diffusers, peft, ComfyUI, kohya and LyCORIS.
 
 Each program names the same weights in its own way: a layer by diffusers' or the Wan repository's name, with dots or
 with underscores behind `lora_unet_` or `lycoris_`, and a magnitude as `lora_magnitude_vector` or `dora_scale`. Here
@@ -46,7 +46,7 @@ def read_special(
     prefixes = (f"{part}.",) if any(name.startswith(f"{part}.") for name in raw) else ("transformer.",)
     for name, tensor in raw.items():
         plain = next((name.removeprefix(prefix) for prefix in (*prefixes, *_PREFIXES) if name.startswith(prefix)), name)
-        if plain.startswith("transformer_2."):  # the other expert's
+        if plain.startswith("transformer_2."):  # a layer of the other expert
             continue
         suffix = next((suffix for suffix in _SUFFIXES if plain.endswith(suffix)), None)
         layer = layers.get(plain.removesuffix(suffix)) if suffix else None
@@ -76,7 +76,7 @@ def _layers_by_name(transformer: nn.Module) -> dict[str, str]:
 
 
 def _check(linear: Any, layer: str, parts: Mapping[str, Tensor], file: Path) -> Kind:
-    """The kind of a layer's adapter; raises ConfigError if its weights are incomplete or of other sizes."""
+    """The kind of a layer's adapter; raises ConfigError if its weights are incomplete or have the wrong sizes."""
     names, shape = parts.keys() - {"alpha"}, (linear.out_features, linear.in_features)
     kind: Kind = "lokr" if any(name in LOKR_PARTS for name in names) else "dora" if MAGNITUDE in names else "lora"
     if kind == "lokr":
@@ -143,7 +143,7 @@ def special_state(layer: Any) -> dict[str, Tensor]:
 
 
 def put(layer: Any, parts: Mapping[str, Tensor]) -> None:
-    """Gives a layer's DoRA or LoKr the weights of a file; a LoKr may be factored in another way than peft's."""
+    """Copies a file's weights into a layer's DoRA or LoKr; a LoKr may have a different factorisation from peft's."""
     if kind_of(layer) == "dora":
         getattr(layer, MAGNITUDE)[ADAPTER].weight = nn.Parameter(parts[MAGNITUDE].clone())
         return

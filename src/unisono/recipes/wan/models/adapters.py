@@ -1,9 +1,9 @@
 """DoRA and LoKr on a Wan transformer: peft's layers and weights, two of whose computations are replaced.
 
 DoRA scales each row of weight + LoRA to a trained magnitude, initially the row's own norm. LoKr adds a Kronecker
-product: kron(w1, w2), where w2 may be a product of two matrices of the adapter's rank. peft's DoRA cannot read weights
-in few bits and multiplies an identity matrix to get B A; its LoKr draws a random number in each forward pass, even
-without dropout, and so could leave out a layer on one rank.
+product: kron(w1, w2), where w2 may be a product of two matrices of the adapter's rank. peft's DoRA cannot read
+quantized weights, and multiplies by an identity matrix to get B A. peft's LoKr draws a random number in each forward
+pass, even without dropout, and could therefore skip a layer on one rank.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def config_for(kind: Kind, rank: int, alpha: float, layers: Sequence[str], lokr_
 
 
 def adapter_layers(transformer: nn.Module, adapter: str = ADAPTER) -> dict[str, Any]:
-    """The layers with an adapter of this name, by their names without those of wrappers."""
+    """The layers with an adapter of this name, keyed by their names without the prefixes of wrappers."""
     from peft.tuners.lokr import LoKrLayer
     from peft.tuners.lora import LoraLayer
 
@@ -81,9 +81,9 @@ def use_own_forward(layer: Any) -> None:
 
 
 def draw(layer: Any, name: str, adapter: str = ADAPTER) -> None:
-    """Gives an adapter's weights their initial values, which depend on the layer's name; it has no effect at first.
+    """Initialises an adapter so that it has no effect at first; the values depend on the layer's name.
 
-    The magnitude of a DoRA stays where its layer's weight is: on the meta device it is filled like that weight.
+    A DoRA's magnitude stays on the device of its layer's weight; on the meta device, both are filled later.
     """
     seed = key_of(Purpose.WEIGHTS, torch.initial_seed(), crc32(name.encode()))
     if adapter != ADAPTER:
@@ -113,7 +113,7 @@ def draw(layer: Any, name: str, adapter: str = ADAPTER) -> None:
 
 
 def _placed(values: Tensor, like: Tensor) -> Tensor:
-    # peft creates weights on the device and in the dtype of the frozen weight: on meta, or too imprecise for training.
+    # peft uses the device and dtype of the frozen weight, which may be meta, or too imprecise for training.
     return values.to("cpu" if like.is_meta else like.device, _wide(like))
 
 
@@ -121,7 +121,7 @@ def _wide(tensor: Tensor) -> torch.dtype:
     return torch.float32 if tensor.dtype.itemsize < 4 else tensor.dtype
 
 
-@cache  # one class for all layers: torch.compile's guards look at the class
+@cache  # one class for all layers, because torch.compile guards on the class
 def _exact_lokr(plain: Any) -> Any:
     def forward(self: Any, x: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
         result: Tensor = self.base_layer(x, *arguments, **keywords)
@@ -158,7 +158,7 @@ def _exact_dora(plain: Any) -> Any:
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
             weight = _decoded(base_layer, _wide(self.weight))
             low_rank = lora_B.weight.to(weight.dtype) @ lora_A.weight.to(weight.dtype)
-            # Not weight.add(low_rank, alpha=scaling), which torch 2.13 compiles to other numbers.
+            # Not weight.add(low_rank, alpha=scaling), which rounds differently when torch 2.13 compiles it.
             norms = torch.linalg.norm(weight + scaling * low_rank, dim=1)
         factor = self.weight / norms
         assert base_result is not None  # peft passes None only with dropout

@@ -238,7 +238,7 @@ class NoEncoders(Encoders):
 
 
 def no_encoders(transformer: Mapping[str, Any], text_length: int) -> NoEncoders:
-    """Derives the geometry of a transformer's VAE from its number of channels, which the published VAEs differ in."""
+    """Derives the geometry of the VAE from the transformer's number of channels, which identifies a published VAE."""
     _, channels = channels_of(transformer)
     geometry = Geometry(channels, 4, 16 if channels == 48 else 8, int(transformer["patch_size"][1]))
     return NoEncoders(geometry, int(transformer["text_dim"]), text_length)

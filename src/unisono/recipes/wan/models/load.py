@@ -56,7 +56,7 @@ BOUNDARY = BOUNDARIES["a14b"]
 
 
 def boundary_for(transformer: Mapping[str, Any]) -> float:
-    """The boundary of a model with two experts that was published without one."""
+    """The boundary for a model with two experts whose published files do not state it."""
     return BOUNDARIES["i2v-a14b" if has_condition_channels(transformer) else "a14b"]
 
 

@@ -87,7 +87,7 @@ def add_lora(
 
 
 def targeted(transformer: nn.Module, targets: Sequence[str]) -> list[str]:
-    """The full names of the layers that end like the targets."""
+    """The full names of the layers whose names end in one of the targets."""
     linear = list(_linear_layers(transformer))
     layers: list[str] = []
     for target in targets:
@@ -131,7 +131,7 @@ def save_lora(
     low: Mapping[str, Tensor] | None = None,
     file_format: str | None = None,
 ) -> str:
-    """Writes LoRAs for WanPipeline.load_lora_weights and for ComfyUI; returns a line that says how to load them.
+    """Writes LoRAs for WanPipeline.load_lora_weights and for ComfyUI; returns a line on how to load them.
 
     `high` is for `transformer` (the only one, or the high-noise expert), `low` for `transformer_2`. `file_format` is
     diffusers or comfyui; None writes both.
@@ -181,7 +181,7 @@ class LoraFile:
     """A LoRA that fits a transformer."""
 
     state: Mapping[str, Tensor]
-    """By the names of the transformer's layers, with the scale multiplied into B."""
+    """The weights, keyed by the transformer's layer names, with the scale multiplied into B."""
     layers: Sequence[str]
     rank: int
     """The largest rank of a layer."""
@@ -191,7 +191,7 @@ class LoraFile:
 def open_lora(transformer: nn.Module, path: Path, rank: int = 0, part: str = "transformer") -> LoraFile:
     """Reads the LoRA in a file, or in a folder of `save_lora`; raises ConfigError when it does not fit the transformer.
 
-    Reads files of diffusers, ComfyUI and musubi. `rank` is the one in the settings, or 0.
+    Reads files of diffusers, ComfyUI and musubi. `rank` is the setting lora_rank, or 0.
     """
     file = _file(path, part)
     raw, metadata = _raw(file)
@@ -244,11 +244,11 @@ def load_lora(
 ) -> None:
     """Adds the LoRA in a file (see `open_lora`) to continue training it, with its own rank.
 
-    `alpha` (the rank unless given) changes how fast it learns from here on, not what it computes.
+    `alpha` (the rank unless given) changes how fast the LoRA learns from now on, not its output.
     """
     lora = open_lora(transformer, path, part=part)
     state = lora.state
-    # Layers of a smaller rank get extra directions, whose initial effect is zero.
+    # Layers of smaller rank are extended to the full rank; the added directions have no initial effect.
     add_lora(transformer, lora.rank, alpha, lora.layers, kind=lora.kind, adapter=adapter)
     with torch.no_grad():
         for name, layer in adapter_layers(transformer, adapter).items():

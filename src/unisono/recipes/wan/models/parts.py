@@ -15,11 +15,11 @@ _OWN_ATTENTION = ("eager", "sdpa")
 
 def load_part(kind: Any, folder: Path, **options: Any) -> Any:
     """Loads a part of a model from its folder by its class of diffusers or transformers, with all its weights."""
-    _refuse_code(folder)
+    _reject_code(folder)
     with loading(folder), _quietly():
         # Never loads .bin files: these are pickles, which can execute arbitrary code.
         model, loading_info = kind.from_pretrained(folder, use_safetensors=True, output_loading_info=True, **options)
-    if missing := sorted(loading_info["missing_keys"]):  # both libraries would continue with random weights
+    if missing := sorted(loading_info["missing_keys"]):  # diffusers and transformers would use random weights instead
         raise ConfigError(
             f"{folder} lacks {len(missing)} of the weights of {kind.__name__}, such as {missing[0]}; "
             "use a complete copy of the model"
@@ -27,8 +27,8 @@ def load_part(kind: Any, folder: Path, **options: Any) -> Any:
     return model
 
 
-def _refuse_code(folder: Path) -> None:
-    """Raises ConfigError for files that would make the libraries fetch and run code, or load other models."""
+def _reject_code(folder: Path) -> None:
+    """Raises ConfigError if a file would make the libraries download and run code, or load other models."""
     from unisono.recipes.common.model_files import read_json
 
     if (adapter := folder / "adapter_config.json").exists():

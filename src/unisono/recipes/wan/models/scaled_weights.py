@@ -7,7 +7,7 @@ The weight is its fp8 numbers times all of its scales, each for the whole weight
 | `X.scale_weight` | scale: one number, [rows, 1], or [rows, blocks, 1] | ComfyUI, musubi-tuner |
 | `X.scale_weight_tensor` | a second scale, one number | musubi-tuner, with blocks |
 | `X.weight_scale` | scale: one number, [rows] or [rows, 1] | newer versions of ComfyUI |
-| `X.comfy_quant` | the format, as JSON; others than fp8 are refused | newer versions of ComfyUI |
+| `X.comfy_quant` | the format, as JSON; formats other than fp8 are rejected | newer versions of ComfyUI |
 | `scaled_fp8`, `X.scale_input`, `X.input_scale` | a marker; scales of activations. Not used | ComfyUI |
 """
 
@@ -26,7 +26,7 @@ from unisono.plain_files import parse_json
 
 _SCALES = (".scale_weight", ".scale_weight_tensor", ".weight_scale")
 _UNUSED = (".scale_input", ".input_scale", ".comfy_quant", "scaled_fp8")
-_UNKNOWN = (".weight_scale_2", ".pre_quant_scale")  # suffixes of scales in formats with fewer bits
+_UNKNOWN = (".weight_scale_2", ".pre_quant_scale")  # suffixes of scales in 4-bit formats and the like
 _FORMATS = ("float8_e4m3fn", "float8_e5m2")
 _LONGEST = 4096  # bytes of a layer's JSON
 

@@ -2,8 +2,8 @@
 
 The text encoder (UMT5) returns one row per token. Only the rows of the caption are stored. Before the transformer, they
 are padded with zeros to its text length (512 for the published models); there is no mask, so the transformer attends to
-the zeros too. The result equals that of `diffusers.WanPipeline.encode_prompt` to the bit, so training and inference use
-the same embeddings.
+the zeros too. The result is bitwise equal to that of `diffusers.WanPipeline.encode_prompt`, so training and inference
+use the same embeddings.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def refuse_class(name: str, where: str) -> None:
 
 
 def refuse_channels(transformer: Mapping[str, Any], where: str) -> None:
-    """Raises ConfigError for input channels that are neither a latent nor those of an image-to-video model."""
+    """Raises ConfigError if the input channels are neither a latent's nor an image-to-video model's."""
     inputs, outputs = channels_of(transformer)
     if inputs > outputs and not has_condition_channels(transformer):
         raise ConfigError(
@@ -66,10 +66,10 @@ def refuse_channels(transformer: Mapping[str, Any], where: str) -> None:
 
 
 def refuse_given_frames(transformer: Mapping[str, Any], where: str) -> None:
-    """Raises ConfigError for an image-to-video model where there are only prompts."""
+    """Raises ConfigError for an image-to-video model, because prompts alone contain no frames to give it."""
     inputs, outputs = channels_of(transformer)
     if inputs > outputs:
         raise ConfigError(
             f"{where} takes {inputs} channels, {inputs - outputs} of them for given frames or a control video, and "
-            "prompts alone do not give it any; use a text-to-video model"
+            "prompts alone do not provide them; use a text-to-video model"
         )

@@ -50,7 +50,7 @@ _INSIDE = {
 _TO_OUTSIDE, _TO_INSIDE, _TO_ALONE = (
     {ours: theirs for theirs, ours in names.items()} for names in (_OUTSIDE, _INSIDE, _ALONE)
 )
-HEAD_WIDTH = 128  # of all published models
+HEAD_WIDTH = 128  # width of a head in all published models
 _UNUSED = ".norm_added_q."  # published image-to-video files contain these weights, but no model uses them
 
 
@@ -139,8 +139,8 @@ def native_weight_name(name: str) -> str | None:
 def config_of(shapes: Shapes, label: str = "the file", num_heads: int = 0) -> dict[str, Any]:
     """The configuration of the transformer with weights of these shapes, as diffusers' arguments.
 
-    The shapes of weights do not show the number of heads, because queries are normalised over all heads. If it is 0,
-    heads have the width of those in all published models.
+    The shapes of weights do not show the number of heads, because queries are normalised over all heads. If
+    `num_heads` is 0, heads have the width that all published models share.
     """
     try:
         width, in_channels, *patch = shapes["patch_embedding.weight"]

@@ -30,7 +30,7 @@ from unisono.recipes.wan.models.weight_names import (
 
 
 class Weights:
-    """The weights in safetensors files, by diffusers' names; each is read on request."""
+    """The weights in safetensors files, by diffusers' names; a weight is read when it is requested."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         self.files = [Path(file) for file in files]
@@ -128,7 +128,7 @@ class ExpertWeights:
         """Rows `start` to `stop` of a weight; reads only these."""
         transformer, _, inside = name.partition(".")
         layer, magnitude, _ = plain_name(inside).partition(f".{MAGNITUDE}.")
-        if magnitude:  # of a new DoRA: the norms of the layer's own rows, with which it has no effect
+        if magnitude:  # the initial magnitudes of a DoRA: the norms of the layer's rows, so that the DoRA has no effect
             rows = self._files[transformer].rows(f"{layer}.weight", start, stop)
             norms: Tensor = torch.linalg.norm(rows.float().flatten(1), dim=1)
             return norms
@@ -170,7 +170,7 @@ def weight_files(path: Path) -> list[Path]:
         return files
     if files:
         names = ", ".join(file.name for file in files[:3])
-        raise ConfigError(f"{path} has several weight files and no index ({names}); name the one you mean")
+        raise ConfigError(f"{path} has several weight files and no index ({names}); pass the path of one of them")
     for file in sorted(path.iterdir()):
         refuse_pickle(file)
     raise ConfigError(f"{path} has no weights; expected {stem}.safetensors, or its parts with an index")
@@ -202,8 +202,8 @@ def _indexed(index: Path) -> list[Path]:
 def fill(model: nn.Module, path: Path, *, device: str = "cpu", own_dtypes: bool = False) -> None:
     """Loads the weights of a transformer on the meta device one by one; never holds a second copy of the whole model.
 
-    `own_dtypes` casts each weight to its dtype in the model; otherwise it has the file's dtype. A LoRA that was added
-    before keeps its weights.
+    `own_dtypes` casts each weight to its dtype in the model; otherwise each weight has the file's dtype. A LoRA that
+    was added before keeps its weights.
     """
     weights = open_weights(path)
     check_fit(model, weights)
@@ -216,7 +216,7 @@ def fill(model: nn.Module, path: Path, *, device: str = "cpu", own_dtypes: bool 
 
 
 def check_fit(model: nn.Module, weights: Weights) -> None:
-    """Raises ConfigError for weights that are not exactly those of the model."""
+    """Raises ConfigError unless the weights' names and shapes are exactly the model's."""
     own = {base: tuple(it.shape) for name, it in model.named_parameters() if (base := base_name(name)) is not None}
     theirs = weights.shapes()
     if own == theirs:

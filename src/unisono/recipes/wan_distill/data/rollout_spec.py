@@ -93,7 +93,7 @@ def scheduler_of(sampler: str, shift: float, steps: int) -> Any:
     """A diffusers scheduler with levels shift·u / (1 + (shift − 1)·u) at evenly spaced u; the last step ends at 0.
 
     euler takes plain steps along the velocity. It differs from diffusers' own Euler scheduler, which applies the shift
-    twice to its last level, so that with few steps the last step does almost nothing.
+    twice to its last level, so with few steps the last step does almost nothing.
     """
     from diffusers import UniPCMultistepScheduler
 

@@ -54,7 +54,7 @@ class Dmd2:
         self._base_to_record: LoraBase | None = None  # None once the first step has recorded the base weights
 
     def groups(self) -> Sequence[Group]:
-        """The score is trained for several steps, so that it follows the student, then the student for one."""
+        """Trains the score for several steps, so that it follows the student, and then the student for one step."""
         config = self.config
         return [
             Group(SCORE, is_score, config.score_steps, learning_rate=config.score_learning_rate, ema_decay=0.0),
@@ -188,7 +188,7 @@ class Dmd2:
         return model  # type: ignore[no-any-return]
 
     def metrics(self, student: Experts, batch: Mapping[str, Any], text: Tensor) -> dict[str, Any]:
-        """None besides those of the generated samples."""
+        """Returns no metrics: only those of the generated samples apply."""
         return {}
 
     def metric_names(self) -> list[str]:

@@ -1,8 +1,8 @@
 """The three models of distribution matching: the teacher, the student, and the score of the student's distribution.
 
 With LoRAs, they are one frozen transformer: the student and the score are a LoRA each, and the teacher is the
-transformer with neither. A LoRA of the user's is part of all three. Otherwise student and score are whole copies of the
-teacher. Which LoRAs are active belongs to a forward pass, so the weights' requires_grad never changes here.
+transformer with neither. The user's own LoRA, if any, is part of all three. Without LoRAs, student and score are whole
+copies of the teacher. Each forward pass selects its active LoRAs, so the weights' requires_grad never changes here.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class Roles(Protocol):
 
 @dataclass(frozen=True)
 class LoraRoles:
-    """All three are one transformer with different LoRAs."""
+    """All three models are one transformer with different LoRAs."""
 
     guidance: Guidance
     has_own_lora: bool = False
-    """Whether a LoRA of the user's is part of the teacher."""
+    """Whether the user's own LoRA is part of the teacher."""
 
     def student(self, model: Experts) -> Experts:
         """The transformer with the student's LoRA."""

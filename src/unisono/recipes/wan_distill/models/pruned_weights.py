@@ -1,4 +1,4 @@
-"""The initial weights of a pruned student, as the engine reads them: row by row, from the teacher's files."""
+"""Reads the initial weights of a pruned student row by row from the teacher's files."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class PrunedWeights:
         self._load = cache(load)
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows `start` to `stop` of a weight; reads no more of the teacher's file than the range they span."""
+        """Rows `start` to `stop` of a weight; reads only the range of the teacher's file that contains them."""
         weights, plan = self._load()
-        inside = name.partition(".")[2]  # the name without that of the student's only transformer
+        inside = name.partition(".")[2]  # the name without the prefix of the student's only transformer
         if plan.random_attention and ".attn" in inside:
             return _random_attention(inside, start, stop, plan)
         layer, units = units_of(inside)

@@ -56,7 +56,7 @@ class PruningPlan:
     layers: list[int]
     """For each of the student's layers, the index of the teacher's."""
     kept: dict[str, list[int]]
-    """Indices of the units that the student takes, by kind. Kinds of which it takes all units are missing.
+    """Indices of the units that the student takes, by kind. A kind is missing if the student takes all of its units.
 
     The kinds are channels, text, words and time (the last two are the hidden layers of the embeddings). Each layer of
     the teacher has kinds of its own: those of layer 5 are `5.ffn` (neurons), `5.attn1` and `5.attn2` (positions in
@@ -88,7 +88,7 @@ def plan(
     """Chooses the teacher's weights that a student takes; reads them one by one if the student is narrower.
 
     `layers` is even, importance (with the measured importance of each of the teacher's layers), or the numbers of the
-    teacher's layers, separated by commas.
+    teacher's layers, comma-separated.
     """
     teacher, student = complete_config(teacher), complete_config(student)
     _check(teacher, student)
@@ -135,7 +135,7 @@ def is_valid(plan: PruningPlan, teacher: Mapping[str, Any], student: Mapping[str
 
 
 def check_plan(teacher: Mapping[str, Any], student: Mapping[str, Any], layers: str) -> None:
-    """Raises ConfigError for students that plan() would reject, before anything is measured or read."""
+    """Raises ConfigError if plan() would reject the student, before anything is measured or read."""
     _check(teacher, student)
     _layers(layers, teacher["num_layers"], student["num_layers"], [0.0] * teacher["num_layers"])
 
@@ -143,7 +143,7 @@ def check_plan(teacher: Mapping[str, Any], student: Mapping[str, Any], layers: s
 def _energies(
     weights: Weights, layers: Sequence[int], narrower: set[str]
 ) -> tuple[_Energy, _Energy, dict[str, tuple[str, Tensor]]]:
-    """The sum of the squared weights that write into each unit, and of those that read from it.
+    """The sum of the squared weights that write into each unit, and the sum of those that read from it.
 
     Also returns the first of these sums, with its key, for each norm of queries or keys.
     """
@@ -248,7 +248,7 @@ def _layers(setting: str, available: int, count: int, importance: Sequence[float
         raise ConfigError(f"layers {setting}: expected even, importance, or numbers such as 0,3,5") from None
     if len(chosen) != count or sorted({*chosen}) != chosen or chosen[0] < 0 or chosen[-1] >= available:
         raise ConfigError(
-            f"layers {setting}: the student has {count} layers; expected {count} different numbers from 0 to "
+            f"layers {setting}: the student has {count} layers; expected {count} distinct numbers from 0 to "
             f"{available - 1}, in ascending order"
         )
     return chosen

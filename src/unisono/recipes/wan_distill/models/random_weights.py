@@ -1,4 +1,4 @@
-"""Draws random initial weights of a student, from the distributions of Wan's own training, equal on every machine."""
+"""Draws a student's initial weights from the distributions of Wan's own training, identically on every machine."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def random_rows(name: str, shape: Sequence[int], start: int, stop: int, seed: in
         std = 0.02
     else:
         std = math.sqrt(2 / (shape[0] + fan_in))
-    # Uniform numbers, even where Wan used normal ones: those need a logarithm, which machines round differently.
+    # Uniform even where Wan used normal numbers, which need a logarithm, and machines round logarithms differently.
     bits = random_bits(key_of(Purpose.WEIGHTS, seed, crc32(name.encode())), torch.arange(start * fan_in, stop * fan_in))
     weights: Tensor = (to_unit(bits, torch.float32) - 0.5) * (std * math.sqrt(12))
     return weights.view(stop - start, *shape[1:])

@@ -1,8 +1,8 @@
 """The student's configuration: the size of a smaller `WanTransformer3DModel`.
 
-A JSON file gives it in the keys of a student_config or as diffusers' own arguments. A student works in the teacher's
-latent space and reads the teacher's text embeddings, so channels, text width and patches are the teacher's; width,
-depth and heads are its own.
+A JSON file specifies it with the keys of a student_config or with diffusers' arguments. A student works in the
+teacher's latent space and reads the teacher's text embeddings, so channels, text width and patches are the teacher's;
+width, depth and heads are its own.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def complete_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _vocabulary(values: Mapping[str, Any], where: str, theirs: list[str]) -> bool:
-    """Whether the keys are those of a student_config and not diffusers' arguments; `patch_size` is in both."""
+    """Whether the keys belong to a student_config, not to diffusers' arguments; `patch_size` belongs to both."""
     for name in values:
         if name not in _KEYS and name not in theirs:
             hint = did_you_mean(name, [*_KEYS, *theirs])
@@ -147,7 +147,7 @@ def _from_keys(values: Mapping[str, Any], where: str, teacher: Mapping[str, Any]
     side, tokens = values["image_size"], values["image_size"] // pixels_per_token
     remarks = [
         f"model_type {shown(kind)[1:-1]}: the student is a WanTransformer3DModel with cross-attention to the text in "
-        "every block, so that diffusers loads it",
+        "every block, so diffusers can load it",
         f"image_size {side}, patch_size {pixels_per_token}: images of {side} × {side} pixels are "
         f"{tokens} × {tokens} tokens",
         f"text_max_length {values['text_max_length']}: prompts are truncated to this many tokens and padded with zeros "

@@ -21,7 +21,7 @@ from unisono.recipes.wan.models.lora import load_lora
 from unisono.recipes.wan.models.weights import check_fit, fill, open_weights
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float8": torch.bfloat16}
-_ROOM = 0.6  # fraction of a device's memory for weights: the rest is for activations
+_ROOM = 0.6  # fraction of a device's memory to use for weights; the rest is for activations
 
 
 class Guidance(NamedTuple):
@@ -135,7 +135,7 @@ def load_teacher(
     base_precision: str = "auto",
     lora: Path | None = None,
 ) -> tuple[Teacher, str]:
-    """Loads the teacher, with a LoRA if given; also returns a line that describes the size and place of its weights."""
+    """Loads the teacher, with a LoRA if given; also returns a line with the size and location of its weights."""
     dtype, offloaded = dtype_of(dtype_name, device), is_offloaded(folder, dtype_name, strategy, device, base_precision)
     teacher = Teacher(build_on_meta(folder, dtype), guidance, dtype)
     number = sum(it.numel() for it in teacher.experts.parameters())

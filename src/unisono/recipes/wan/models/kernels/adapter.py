@@ -1,8 +1,8 @@
 """Linear layers with a LoRA: the product with the frozen weight and the two low-rank products as one function.
 
-peft computes the same in modules that do not know each other: it casts the input to float32, saves it once per layer,
+peft computes the same in separate modules: it casts the input to float32, saves it once per layer,
 and adds the low-rank result in a pass over the output. Here layers with the same input (q, k and v) share it, their
-matrices A are one product, and the low-rank results are added by matrix products that accumulate. The frozen weight
+A matrices form one product, and the low-rank results are added by matrix products that accumulate. The frozen weight
 gets no gradient, so only the input and the [tokens, rank] result of A are saved.
 """
 
@@ -87,7 +87,7 @@ def _product(
     transposed: bool,
     quantised: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    if kind is not None:  # a weight in few bits
+    if kind is not None:  # a quantized weight
         format_name, num_columns, fp8_products = kind
         return frozen_product(rows, weight, scales, bias, format_name, num_columns, transposed, fp8_products, quantised)
     weight = weight.to(rows.dtype)

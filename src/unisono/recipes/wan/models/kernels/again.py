@@ -51,7 +51,7 @@ def norm_backward_again(
     rstd: Tensor,
     added: bool,
 ) -> Any:
-    """What `norm_backward` computes with h = x + o · gate (o and gate are both there or not), and the norm's output."""
+    """What `norm_backward` computes with h = x + o · gate (o and gate: both or neither), and the norm's output."""
     groups = len(weight)
     h = x
     if gate is not None:
@@ -107,7 +107,7 @@ def _(dy: Tensor, x: Tensor) -> Any:
 
 @_operation("Tensor[] parts, ScalarType dtype", "Tensor", by_kernel=False)
 def cast_again(parts: list[Tensor], dtype: torch.dtype) -> Any:
-    """The matrices below each other in another dtype."""
+    """Concatenates the matrices by rows, in another dtype."""
     whole = parts[0].new_empty(sum(map(len, parts)), *parts[0].shape[1:], dtype=dtype)
     begin = 0
     for part in parts:
@@ -235,7 +235,7 @@ def _tokens_first(x: Tensor, like: Tensor) -> Tensor:
 
 
 def _plain(query: Tensor, key: Tensor, value: Tensor, chosen: SDPBackend) -> Tensor:
-    """Attention by a kernel whose logarithms are not stored, so that its backward pass computes it again."""
+    """Attention by a kernel that does not store the logarithms; the backward pass therefore runs it again."""
     by_name = chosen in (SDPBackend.MATH, SDPBackend.EFFICIENT_ATTENTION)
     with sdpa_kernel(chosen) if by_name else nullcontext():
         return F.scaled_dot_product_attention(query, key, value)
@@ -245,7 +245,7 @@ def _chosen(query: Tensor, key: Tensor, value: Tensor, kernel: str) -> SDPBacken
     """The kernel by name, or torch's choice, which is the same in forward and backward for the same shapes."""
     backend = KERNELS.get(kernel)
     if backend is None:
-        # With gradients: some kernels support fewer shapes then.
+        # Require gradients, because some kernels support fewer shapes with them.
         backend = SDPBackend(torch._fused_sdp_choice(query.detach().requires_grad_(), key, value))
     # torch pads heads of other widths before it calls these kernels.
     stored = backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION)

@@ -1,7 +1,7 @@
 """Chooses the attention kernel: the fastest one on this GPU, by measurement.
 
-With long videos attention is most of a step, and the kernels' times differ by half. diffusers' own attention code uses
-the choice; our own blocks read it from there.
+With long videos, attention takes most of a step, and the measured times of the kernels differed by half. diffusers'
+attention processors store the choice; our own blocks read it from there.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PREFIX = "_native_"  # prefix of these kernels' names in diffusers
 _NATIVE = {_PREFIX + name: kernel for name, kernel in KERNELS.items()}
 _TIMED = ("cudnn", "flash", "efficient")
 _TRIES = 5
-_BUSY = 8192  # tokens: with fewer, a GPU idles, and the launch overhead would decide
+_BUSY = 8192  # tokens; with fewer, a GPU idles and launch overhead would decide
 _CLEARLY = 0.97  # fraction of the time of PyTorch's own choice that another kernel must beat
 
 
@@ -61,7 +61,7 @@ class Kernel:
 
     @property
     def name(self) -> str:
-        """Its name; `auto` is PyTorch's own choice."""
+        """The name of the kernel; `auto` is PyTorch's own choice."""
         if self._file is None or not self._file.exists():
             return self._setting
         return str(json.loads(self._file.read_text())["kernel"])
@@ -69,15 +69,15 @@ class Kernel:
     def name_for(self, context: int) -> str:
         """The name in a run where `context` ranks share a sample.
 
-        The measurement was of whole samples. A part of one has fewer heads, which not every kernel accepts, so torch
-        chooses the kernel then, unless the settings name one.
+        The measurement used whole samples. A part of a sample has fewer heads, which not every kernel accepts, so
+        PyTorch chooses the kernel, unless the settings name one.
         """
         return self.name if context == 1 else self._setting
 
     def check_support(self, model: nn.Module, device_type: str, dtype: torch.dtype) -> None:
         """Raises ConfigError, before the first forward pass, if the kernel does not support the run's dtype.
 
-        A kernel that was only measured to be the fastest gives way to PyTorch's own choice instead.
+        If the kernel was chosen by measurement, falls back to PyTorch's own choice instead.
         """
         if self._is_checked:
             return
@@ -123,7 +123,7 @@ def kernel_name(backend: Any) -> str | None:
 
 
 def can_compute(kernel: str, device_type: str, dtype: torch.dtype) -> bool:
-    """Whether a kernel supports this dtype on such a device; they are for GPUs, and most of them for 16 bit."""
+    """Whether a kernel supports this dtype on this device. Kernels need a GPU, and most need a 16-bit dtype."""
     if kernel in ("auto", "math"):
         return True
     types = (torch.bfloat16, torch.float16, *([torch.float32] if kernel == "efficient" else []))
@@ -146,7 +146,7 @@ def measure(heads: int, head_width: int, tokens: int, dtype: torch.dtype, device
     for kernel in ("auto", *_TIMED):
         try:
             times[kernel] = _milliseconds(inputs, kernel)
-        except RuntimeError:  # does not support this GPU, dtype or size
+        except RuntimeError:  # the kernel does not support this GPU, dtype or size
             continue
     return times
 

@@ -1,7 +1,8 @@
 """A Wan block that computes what diffusers' does, in fewer and faster GPU operations.
 
-A third of a compiled block's time was spent between its matrix products, mostly on sums over tokens in the backward
-pass (of modulation, norm weights and biases). Only the class is swapped, so that weights keep their names.
+When measured, a compiled block of diffusers spent a third of its time between matrix products, mostly on sums over
+tokens in the backward pass (for modulation, norm weights and biases). Only the class is swapped, so weights keep their
+names.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from unisono.recipes.wan.models.kernels.pieces import in_pieces, multiprocessors
 def use_fast_blocks(transformer: nn.Module, *, is_estimate: bool = False) -> None:
     """Makes the blocks of a diffusers Wan transformer use our kernels when they are on a GPU.
 
-    `is_estimate`: on the CPU too, where the memory of a run on a GPU is predicted.
+    `is_estimate`: use the kernels on the CPU too, to predict the memory of a GPU run.
     """
     if is_estimate or importlib.util.find_spec("triton") is not None:
         for block in transformer.blocks:  # type: ignore[union-attr]
@@ -45,14 +46,14 @@ def _is_known(block: Any) -> bool:
     return (
         all(getattr(norm, "weight", None) is not None for norm in norms)
         and all(attention.norm_q.eps == attention.norm_k.eps for attention in attentions)
-        # With dropout the bias would get another gradient.
+        # With dropout, the bias would get a different gradient.
         and all(getattr(attention.to_out[1], "p", 0) == 0 for attention in attentions)
         and all(attention.add_k_proj is None and not attention.fused_projections for attention in attentions)
         and all(getattr(attention.processor, "_parallel_config", None) is None for attention in attentions)
     )
 
 
-@cache  # one class for all blocks of a kind: torch.compile's guards look at the class
+@cache  # one class for all blocks of a kind, because torch.compile guards on the class
 def _fast(plain: type[nn.Module], devices: tuple[str, ...]) -> type[nn.Module]:
     def forward(self: Any, hidden_states: Tensor, encoder_hidden_states: Tensor, temb: Tensor, rotary_emb: Any) -> Any:
         compute = _forward if _is_supported(hidden_states, temb, devices) else plain.forward
@@ -126,7 +127,7 @@ def _attention(
 ) -> tuple[Tensor, Tensor | None]:
     """The output, and the bias of the last layer if the consumer of the output computes the bias's gradient.
 
-    `tokens`: how the tokens are divided between ranks that carry a sample together.
+    `tokens`: how the tokens are divided between ranks that share a sample.
     """
     head = attention.inner_dim // attention.heads
     layers, norms = [attention.to_q, attention.to_k, attention.to_v], [attention.norm_q, attention.norm_k]

@@ -1,8 +1,8 @@
 """Parts of a Wan block with their own backward passes: norms, gates, rotary embeddings and linear layers.
 
 The same mathematics as diffusers' modules, divided differently: sums over all tokens in a backward pass happen in a
-kernel that has the numbers anyway, and gradients of the same tensor are added in one kernel. So the consumer of a
-layer's output computes the gradient of the layer's bias: it gets the bias too (`made`), and the layer leaves it out.
+kernel that has already loaded the numbers, and gradients of the same tensor are added in one kernel. So the consumer of
+a layer's output computes the gradient of the layer's bias: it gets the bias too (`made`), and the layer leaves it out.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class _LinearGelu(Function):
 
 
 def _is_plain(layer: Any) -> bool:
-    """Whether a layer is fully trained: one with an adapter, or frozen, computes by itself."""
+    """Whether a layer is fully trained. Frozen layers and layers with an adapter use their own forward pass."""
     return (
         type(layer) in (nn.Linear, ReducedLinear)
         and layer.bias is not None
