@@ -82,14 +82,14 @@ def taken_port() -> Iterator[int]:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--clients", "0"), "clients: expected a whole number from 1 on, got 0"),
+        (("--clients", "0"), "clients: expected a whole number of at least 1, got 0"),
         (("--split", "random"), "split: expected iid, none or by:FIELD"),
         (("--hiden", "8"), "did you mean --hidden?"),
         (("--algorithm", "fedsgd"), "--algorithm: invalid choice"),
         (("--secure_aggregation", "--clients", "2"), "secure_aggregation needs at least 3 clients"),
         (("--secure_aggregation", "--privacy", "server"), "use privacy local"),
         (("--algorithm", "fedprox", "--strategy", "fsdp"), "fedprox needs the whole weights on each rank"),
-        (("--ema_decay", "0.9"), "ema_decay: the averages of clients are not combined"),
+        (("--ema_decay", "0.9"), "ema_decay: moving averages of clients cannot be combined"),
         (("--min_clients", "9"), "min_clients 9 exceeds the 4 clients"),
         (("--drop", "first"), "drop: expected CLIENT:ROUND"),
         (("--engine", "processes", "--port", "taken"), "cannot be used"),

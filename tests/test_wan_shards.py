@@ -135,8 +135,8 @@ def test_bad_samples_are_one_line_and_can_be_left_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"no_cache": True}, "no_cache: tar shards are read once"),
-        ({"masked_loss": True}, "masked_loss: tar shards are read once"),
+        ({"no_cache": True}, "no_cache: tar shards need the cache"),
+        ({"masked_loss": True}, "masked_loss: tar shards need the cache"),
         ({"dataset_path": "s3://bucket/films"}, "expected tar shards, such as s3://bucket"),
         ({"dataset_path": "missing-{000..003}.tar"}, "missing-000.tar cannot be read"),
     ],

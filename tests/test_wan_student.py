@@ -185,10 +185,10 @@ def test_the_configured_teacher_layers_are_copied(layers: str, count: int, expec
 @pytest.mark.parametrize(
     ("layers", "importance", "word"),
     [
-        ("0,1", None, "3 different numbers"),
+        ("0,1", None, "3 distinct numbers"),
         ("0,1,5", None, "from 0 to 4"),
         ("-1,1,2", None, "from 0 to 4"),
-        ("0,0,2", None, "different"),
+        ("0,0,2", None, "distinct"),
         ("2,1,0", None, "order"),
         ("first", None, "layers first"),
         ("", None, "expected even"),

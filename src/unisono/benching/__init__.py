@@ -1,1 +1,1 @@
-"""Measures the speed of a recipe on several numbers of ranks, next to a hand-written PyTorch loop (`unisono bench`)."""
+"""Implements `unisono bench`: measures a recipe's speed at several rank counts, against a hand-written PyTorch loop."""

@@ -1,4 +1,4 @@
-"""Runs a benchmark: measures one case after the other, and writes the result to a new folder."""
+"""Runs a benchmark: measures the cases one after another, and writes the result to a new folder."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ def bench(
     overhead: bool = True,
     **settings: Any,
 ) -> Bench:
-    """Measures the speed of a recipe on several numbers of GPUs or CPU ranks, and returns rows of numbers.
+    """Measures the speed of a recipe on different numbers of GPUs or CPU ranks, and returns one row per number.
 
-    `gpus` or `nproc` are the numbers of ranks, for instance [1, 2, 4]. `config` and the other keywords are settings of
-    the run, as in `unisono.train`; `output_dir` is a new folder for the result. The recipe must be in a file of its
-    own.
+    `gpus` or `nproc` lists the rank counts, for instance [1, 2, 4]. `config` and the other keywords are settings of the
+    run, as in `unisono.train`; `output_dir` is a new folder for the result. The recipe must be in an importable file,
+    not in the script that calls this function.
     """
     note_start_folder()
     recipe_class = load_recipe(recipe) if isinstance(recipe, str) else recipe
@@ -112,14 +112,14 @@ def _measure(
 ) -> dict[str, Any]:
     environ = {}
     if not options.uses_gpus and "OMP_NUM_THREADS" not in os.environ:
-        # The same number of threads in every case: otherwise a single rank would use all cores.
+        # Use the same number of threads in every case: otherwise a single rank would use all cores.
         environ["OMP_NUM_THREADS"] = str(max(1, num_cpu_cores() // cases[-1].ranks))
     ranks = format_count(case.ranks, "GPU" if options.uses_gpus else "CPU rank")
     say(f"measuring {ranks}, {format_count(case.global_batch, 'sample')} per step")
     numbers = {name: getattr(options, name) for name in ("steps", "warmup", "rounds", "overhead")}
     received: list[str] = []
     log = folder / f"{case.ranks}.log"
-    # A folder that the next command removes if this one is killed.
+    # If this command is killed, the next unisono command removes the folder.
     with job_folder() as scratch, closing(CaseRun(recipe, case, numbers, scratch, log, environ)) as run:
 
         def on_signal(number: int, frame: FrameType | None) -> None:

@@ -42,7 +42,7 @@ class CaseRun:
             if os.getppid() != parent:
                 os._exit(128 + signal.SIGKILL)
 
-        # -P: files in the current folder cannot shadow modules. A session of its own: Ctrl-C reaches only the parent.
+        # -P: files in the current folder cannot shadow modules. A new session: Ctrl-C reaches only the parent.
         with open(log, "wb") as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "unisono.benching.process", str(folder)],
@@ -70,7 +70,7 @@ class CaseRun:
         return json.loads(Path(self._folder, RESULT).read_text())  # type: ignore[no-any-return]
 
     def close(self) -> None:
-        """Kills the ranks if they still run."""
+        """Kills the ranks if they are still running."""
         if self._process.poll() is None:
             self._process.kill()
             self._process.wait()

@@ -1,4 +1,4 @@
-"""The runs that `unisono bench` starts: one for each number of ranks, with the settings of the user's run."""
+"""The runs that `unisono bench` starts: one per rank count, with the settings of the user's run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from unisono.errors import ConfigError
 from unisono.settings import Settings
 
 UNTIMED = 2
-"""Number of steps at the start of each block that are not timed: caches are cold after the other loop's block."""
+"""Number of untimed steps at the start of each block, because caches are cold after the other loop's block."""
 
 _QUIET: dict[str, Any] = {
     **{"num_epochs": None, "eval_every": -1, "eval_first": False, "preview_every": -1, "best_metric": None},
@@ -53,7 +53,7 @@ def make_cases(recipe_class: type[Recipe], resolved: Resolved, options: BenchOpt
     settings = resolved.build(Settings)
     check_settings(settings)
     if machines(settings.launch)[1] > 1:
-        raise ConfigError("nnodes: bench measures one machine; remove it")
+        raise ConfigError("nnodes: bench measures one machine; remove nnodes")
     if settings.parallel.strategy == "dp":
         raise ConfigError("strategy dp: bench measures one process per device; use --strategy ddp")
     counts, context = options.counts, settings.parallel.context_parallel
@@ -74,9 +74,9 @@ def make_cases(recipe_class: type[Recipe], resolved: Resolved, options: BenchOpt
 
 
 def _global_batch(resolved: Resolved, counts: Sequence[int], devices: int, scaling: str) -> int:
-    """Number of samples per step: that of a run on the smallest number of ranks, times the growth under weak scaling.
+    """Number of samples per step: the global batch of the smallest case, multiplied by the growth under weak scaling.
 
-    So `global_batch_size` is the batch of the smallest case, and `batch_size` that of each rank.
+    `global_batch_size` is therefore the batch of the smallest case, and `batch_size` the batch of each rank.
     """
     settings = resolved.build(Settings)
     first = counts[0] // settings.parallel.context_parallel

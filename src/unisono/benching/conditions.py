@@ -14,7 +14,7 @@ from unisono.devices import num_cpu_cores, visible_gpus
 
 
 def conditions() -> dict[str, Any]:
-    """Everything about this machine and moment that the numbers depend on."""
+    """Returns everything about the machine and its current state that the measurements depend on."""
     versions = {"unisono": __version__, "python": platform.python_version()}
     for package in ("torch", "numpy"):
         try:

@@ -1,4 +1,4 @@
-"""Reads a run's samples, in the run's order, with torch's DataLoader: the data of the hand-written loop."""
+"""Data loading of the hand-written loop: reads the run's samples in the run's order, with torch's DataLoader."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ class HandMicroBatch:
 
     data: Any
     positions: Tensor
-    weight: float  # 0 if this rank had no sample left and computes one of another rank
-    is_last: bool  # whether it is the last one of its step
+    weight: float  # 0 if this rank had no sample left and computes another rank's sample
+    is_last: bool  # whether it is the last micro-batch of its step
 
 
 class HandData:
     """This rank's micro-batches from the first step on."""
 
     def __init__(self, run: TrainingRun, data: Any, order: Order, plan: BatchPlan, *, draws: bool) -> None:
-        """`data` is the training data, on the device if it can be; `draws`: reading a sample draws random numbers."""
+        """`data` is the training data, on the device where possible; `draws`: reading a sample draws random numbers."""
         settings, placement = run.settings.data, run.components.strategy.placement
         self._device = placement.device
         self._floating = torch.float64 if run.settings.precision.dtype == "float64" else None
         self._order, self._chunks = order, _cursor(run, data, order, plan).chunks()
-        self._read = deque[Chunk]()  # chunks whose indices the loader has got
+        self._read = deque[Chunk]()  # chunks whose indices the loader has fetched
         first = self._next_indices()
         sizes = {0 if chunk.is_dummy else len(chunk.positions) for chunk in self._read}
         self.samples_at_once = sizes.pop() if len(sizes) == 1 else 0
@@ -69,7 +69,7 @@ class HandData:
         )
 
     def _next_indices(self) -> list[tuple[Sequence[int], Any]]:
-        """Positions and indices of the next micro-batches, computed together, as a sampler does that permutes once."""
+        """Positions and indices of the next micro-batches, computed together, like a sampler that permutes once."""
         chunks = list(itertools.islice(self._chunks, _AHEAD))
         if not chunks:
             return []
@@ -83,7 +83,7 @@ class HandData:
         """Yields the micro-batches of the next step."""
         is_last = False
         while not is_last:
-            batch = next(self._batches)  # may compute further indices, and so the next chunk
+            batch = next(self._batches)  # may compute further indices, and thereby append the next chunk
             chunk = self._read.popleft()
             is_last, data = chunk.last, mapped(batch, self._moved)
             yield HandMicroBatch(data, _positions(chunk, self._device), 0.0 if chunk.is_dummy else 1.0, is_last)
@@ -123,7 +123,7 @@ class _Pairs(Sampler[list[tuple[int, int]]]):
 
 
 class _Samples(Dataset[Any]):
-    """The dataset by (position, index) pairs. If reading draws random numbers, each position has its own seed."""
+    """The dataset, indexed by (position, index). If reading draws random numbers, each position has its own seed."""
 
     def __init__(self, data: Any, seed: int | None) -> None:
         self._data, self._seed = data, seed

@@ -1,9 +1,9 @@
-"""Trains the model of a run in a loop as one would write it by hand in PyTorch: the baseline of the overhead.
+"""Trains a run's model in a hand-written PyTorch loop: the baseline for measuring unisono's overhead.
 
 It is plain PyTorch: a DataLoader, DistributedDataParallel if there are several ranks, autocast, `clip_grad_norm_`, an
 optimizer of torch.optim. It starts from the same weights and does the same work: the same samples in the same order,
-the same loss, optimizer, learning rates, precision and average of the weights. So its losses must be those of the run,
-and the benchmark compares them step by step. It has no checkpoints, no metrics besides the loss, no checks.
+the same loss, optimizer, learning rates, precision and average of the weights. Its losses must therefore equal those of
+the run, and the benchmark compares them step by step. It has no checkpoints, no metrics besides the loss and no checks.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class HandLoop:
             self._update_average()
         self._step += 1
         if self._step % self._settings.observe.log_every == 0:
-            float(self._sums[-1][0])  # a loop that prints its loss waits for it
+            float(self._sums[-1][0])  # wait for the loss, as a loop that prints it does
 
     def _forward_and_backward(self, micro: HandMicroBatch, number: int) -> None:
         if self._draws:
@@ -149,7 +149,7 @@ class HandLoop:
         torch._foreach_lerp_(self._average, [weight.detach() for weight in self._weights], 1 - decay)
 
     def losses(self) -> list[float]:
-        """The loss of each step so far, over all ranks; every rank calls it."""
+        """Returns the loss of each step so far, over all ranks; every rank must call it."""
         begins = [0, *self._ends[:-1]]
         sums = torch.stack([torch.stack(self._summed(*ends)) for ends in zip(begins, self._ends, strict=True)])
         if self._placement.world > 1:
@@ -162,7 +162,7 @@ class HandLoop:
 
 
 def _make_optimizer(recipe: Recipe, named: Any, model: nn.Module, settings: Settings) -> Optimizer:
-    """The optimizer of the run; torch's own AdamW, where the run uses unisono's kernel for it."""
+    """Builds the run's optimizer; uses torch's own AdamW where the run uses unisono's AdamW kernel."""
     own = recipe.optimizer(list(named))
     if own is not None:
         return own

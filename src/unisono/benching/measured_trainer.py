@@ -1,8 +1,8 @@
-"""A trainer that measures its own steps, in turn with those of the hand-written loop.
+"""A trainer that measures its own steps, alternating with the steps of the hand-written loop.
 
-Both loops live in the same processes and train alternately, in blocks of steps: unisono first in one round, the
-hand-written loop first in the next one. So both run under the same conditions, and the ratio of two adjacent blocks is
-not affected by a machine that becomes slower or faster during the measurement.
+Both loops run in the same processes and alternate in blocks of steps: unisono first in one round, the hand-written loop
+first in the next. Both therefore run under the same conditions, and the ratio of two adjacent blocks is not affected by
+a machine that becomes slower or faster during the measurement.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class MeasuredTrainer(Trainer):
         self.on_report = self._note
         self._blocks: dict[str, list[float]] = {"unisono": [], "hand": []}  # seconds per step in each timed block
         self.numbers: dict[str, Any] = {}
-        """All that was measured, once training has ended."""
+        """All measurements, available after training has ended."""
         self._memory_gib = 0.0  # peak of this rank without the hand-written loop
         self._tokens_per_sample: float | None = None
 
@@ -75,7 +75,7 @@ class MeasuredTrainer(Trainer):
                 self._find_micro_batch()
                 self._feed.begin(self._sizer.plan)
                 self.length = Length(self._strides.after(0, self._warmup), whole.steps)
-                stopped = self._loop()  # ends with a record, so that later ones do not cover the warm-up
+                stopped = self._loop()  # ends with a metrics record, so that later records do not include the warm-up
                 self.length = whole
                 if not stopped:
                     self._after_warmup()
@@ -90,7 +90,7 @@ class MeasuredTrainer(Trainer):
         return Result(self._folder.path, "stopped" if stopped else "done", self.state.step, {})
 
     def _train_to(self, step: int) -> bool:
-        """Trains to a step in the real loop of the engine; True if a signal stopped it."""
+        """Trains up to a step in the engine's real loop; returns True if a signal stopped it."""
         return self._loop(self._strides.after(self.state.samples, step - self.state.step))
 
     def _measure(self) -> bool:
@@ -150,14 +150,14 @@ class MeasuredTrainer(Trainer):
             self._initial = None
 
     def _start_hand(self, model: nn.Module) -> None:
-        """Builds the hand-written loop and trains the steps of the warm-up, so that both are at the same step."""
+        """Builds the hand-written loop and trains its warm-up steps, so that both loops are at the same step."""
         facts, self._why_no_hand = self._alike(lambda: self._facts_of(model))
         if facts is None:
             return
         by_rank = self._agreement.all_gather(facts)
         reading, losing = (any(each[number] for each in by_rank) for number in (0, 1))
         loader = HandData(self._run, self._feed.data, self._order, self._sizer.plan, draws=reading)
-        # Counts may differ between batches although their numbers of samples are equal: tokens without padding.
+        # Batches with the same number of samples may have different counts, for example of tokens without padding.
         shares = set(self._agreement.all_gather((facts[2], loader.samples_at_once)))
         is_even = len(shares) == 1 and loader.samples_at_once > 0 and len(set(self._counts)) == 1
         try:
@@ -172,7 +172,7 @@ class MeasuredTrainer(Trainer):
     def _facts_of(self, model: nn.Module) -> tuple[bool, bool, float]:
         """Whether reading samples and computing the loss draw random numbers, and the loss's count per sample.
 
-        Moves the model to the device. Needs no other rank, so every rank can report if its memory does not suffice.
+        Moves the model to the device. Runs no collective, so every rank can report that it ran out of memory.
         """
         for tensor in (*model.parameters(), *model.buffers()):
             tensor.data = tensor.data.to(self._device)
@@ -207,7 +207,7 @@ class MeasuredTrainer(Trainer):
         return None if None in counts else sum(filter(None, counts)) / samples
 
     def _alike(self, build: Callable[[], Any]) -> tuple[Any, str | None]:
-        """Builds something on every rank; None and the reason if that failed on one of them."""
+        """Builds an object on every rank; returns None and the reason if a rank failed to build it."""
         built, failure = None, None
         try:
             built = build()
@@ -222,7 +222,7 @@ class MeasuredTrainer(Trainer):
         return (None, failures[0]) if failures else (built, None)
 
     def _numbers(self) -> dict[str, Any]:
-        """All that was measured; the same on every rank."""
+        """All measurements; the same on every rank."""
         strategy, plan, counts = self.components.strategy, self._sizer.plan, self._counts[self._warmup :]
         return {
             "ranks": strategy.placement.world,
@@ -249,7 +249,7 @@ class MeasuredTrainer(Trainer):
         self._counts.append(report.count)
 
     def _warm_up_saves(self) -> None:
-        """Allocates nothing: this run never saves."""
+        """Allocates no buffers for saving, because this run never saves."""
 
 
 def device_name(device: torch.device) -> str:

@@ -1,4 +1,4 @@
-"""Copies a model before its first step, so that another loop can begin with the same weights."""
+"""Copies a model before its first step, so that another loop can start from the same weights."""
 
 from __future__ import annotations
 

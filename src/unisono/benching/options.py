@@ -1,4 +1,4 @@
-"""How `unisono bench` measures: numbers of ranks, kind of scaling, numbers of steps and rounds."""
+"""The options of `unisono bench`: rank counts, kind of scaling, and numbers of steps and rounds."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ _MOST_RANKS = 4096
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """How to measure. One of `gpus` and `nproc` lists the numbers of ranks; with neither, `counts` chooses them."""
+    """The options of a benchmark. Either `gpus` or `nproc` lists the rank counts; by default, `counts` chooses them."""
 
     gpus: object = None
     """Numbers of GPUs, as text such as "1,2,4", a number or a list of numbers."""
     nproc: object = None
     """Numbers of CPU ranks, in the same form."""
     scaling: str = "weak"
-    """weak: each rank keeps its batch, so that the global batch grows; strong: the global batch stays the same."""
+    """weak: the batch per rank stays the same, so the global batch grows; strong: the global batch stays the same."""
     steps: int = 10
     """Number of timed steps in a round."""
     warmup: int = 10
     """Number of steps before the first round, which are not timed."""
     rounds: int = 8
-    """Number of rounds. In each of them, unisono and the hand-written loop train a block of steps."""
+    """Number of rounds. In each round, unisono and the hand-written loop each train one block of steps."""
     overhead: bool = True
     """Whether to measure the hand-written loop."""
 
     def check(self) -> None:
-        """Raises ConfigError for a value that cannot work."""
+        """Raises ConfigError if a value is invalid."""
         for name, least in (("steps", 1), ("warmup", 1), ("rounds", 1)):
             value = getattr(self, name)
             if type(value) is not int or not least <= value <= 10**6:
@@ -45,12 +45,12 @@ class BenchOptions:
 
     @property
     def uses_gpus(self) -> bool:
-        """Whether ranks are GPUs; by default if this machine has any."""
+        """Whether ranks run on GPUs; by default, they do if this machine has any."""
         return self.nproc is None and (self.gpus is not None or bool(visible_gpus()))
 
     @property
     def counts(self) -> list[int]:
-        """The numbers of ranks, in ascending order; by default powers of two up to the number of devices (2 ranks)."""
+        """The rank counts in ascending order; by default, powers of two up to the number of GPUs (CPU: 2)."""
         if self.uses_gpus:
             present = len(visible_gpus())
             if self.gpus is None:
@@ -66,7 +66,7 @@ class BenchOptions:
 
 
 def parse_counts(name: str, given: object) -> list[int]:
-    """Parses numbers of ranks; raises ConfigError if there are none, or if one of them is not a positive number."""
+    """Parses rank counts; raises ConfigError if the list is empty or contains anything but positive numbers."""
     parts: Sequence[object] = given.split(",") if isinstance(given, str) else [given]
     if isinstance(given, list | tuple):
         parts = given

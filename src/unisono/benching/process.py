@@ -1,4 +1,4 @@
-"""The process that starts the ranks of one measured run: `python -m unisono.benching.process FOLDER`.
+"""Starts the ranks of one measured run, as a process: `python -m unisono.benching.process FOLDER`.
 
 The folder contains `job.json`; the result is written to `result.json`. Everything that the ranks print goes to this
 process's output, which the benchmark writes to a log.

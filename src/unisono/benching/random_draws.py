@@ -1,6 +1,6 @@
-"""Finds out whether a dataset or a loss draws random numbers, so that the hand-written loop must seed them.
+"""Detects whether a dataset or a loss draws random numbers, in which case the hand-written loop must seed them.
 
-Seeding takes time that a loop without augmentation or dropout does not spend.
+The loop seeds only then, because seeding takes time that a loop without augmentation or dropout would not spend.
 """
 
 from __future__ import annotations

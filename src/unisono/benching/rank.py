@@ -1,4 +1,4 @@
-"""What each rank of a measured run does; `unisono.engine.start.rank` calls it."""
+"""The entry point of each rank of a measured run; `unisono.engine.start.rank` calls it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from unisono.observe.json_lines import JsonLines
 from unisono.settings import Settings
 
 PHASES = ("step_ms", "data_wait_ms", "comm_ms", "mfu")
-"""Numbers of metrics.jsonl that are averaged over the timed steps."""
+"""Fields of metrics.jsonl to average over the timed steps."""
 
 
 def measure(arguments: Mapping[str, Any], start: RankStart) -> dict[str, Any] | None:
-    """Measures one case on this rank, with all other ranks; returns its numbers, or None if a signal stopped it."""
+    """Measures one case on this rank, with all other ranks; returns the measurements; None if a signal stopped it."""
     recipe_class = load_recipe(arguments["recipe"])
     resolved = Resolved.from_json((Settings, recipe_class.Config), arguments["resolved"])
     trainers = list[MeasuredTrainer]()
@@ -44,7 +44,7 @@ def measure(arguments: Mapping[str, Any], start: RankStart) -> dict[str, Any] | 
 def phases(file: Path, warmup: int) -> dict[str, float]:
     """The means of the phases of a step over the steps after the warm-up, from the records of metrics.jsonl.
 
-    The time of the hand-written loop is not part of them.
+    The phases do not include the time of the hand-written loop.
     """
     sums, steps, last = dict[str, float](), dict[str, int](), warmup
     for record in JsonLines(file):

@@ -1,4 +1,4 @@
-"""The result of a benchmark: one row for each number of ranks, with the spread of what was measured."""
+"""The result of a benchmark: one row per rank count, with the spread of the measurements."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 from unisono.benching.spread import MedianInterval, Spread
 
 COMPARED = 10
-"""Number of first steps whose losses must agree; later on, rounding errors grow from step to step."""
+"""Number of initial steps whose losses must agree; in later steps, rounding errors accumulate."""
 TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "bf16": 3e-2}
-"""Largest difference of losses that counts as rounding, relative to the largest of the compared losses."""
+"""Largest difference between losses to attribute to rounding, relative to the largest compared loss."""
 
 
 @dataclass(frozen=True)
 class Overhead:
-    """unisono's step time as a multiple of the hand-written loop's, and the proof that both do the same work."""
+    """unisono's step time as a multiple of the hand-written loop's, and the evidence that both do the same work."""
 
     ratio: MedianInterval
     hand_step_ms: Spread
@@ -40,7 +40,7 @@ class Overhead:
 
 @dataclass(frozen=True)
 class Row:
-    """The numbers of one case."""
+    """The measurements of one case."""
 
     ranks: int
     device: str
@@ -56,7 +56,7 @@ class Row:
     samples_per_s: Spread
     tokens_per_s: float | None
     items_per_s: float | None
-    """Items that the loss counts, if these are not samples."""
+    """Items that the loss counts (such as tokens), if they are not samples."""
     efficiency: Spread | None
     """Throughput per rank, relative to the smallest case; None for that case itself."""
     mfu: float | None
@@ -65,7 +65,7 @@ class Row:
     """Fraction of a step in which a rank waits for others and computes nothing."""
     data_wait_share: float
     memory_gib: float
-    """Peak of the rank that needs most: tensors on a GPU, or the process on the CPU."""
+    """Peak memory of the rank that needs most: of tensors on a GPU, or of the process on the CPU."""
     overhead: Overhead | None
     why_no_overhead: str
     rounds_ms: Sequence[float]
@@ -83,7 +83,7 @@ class Bench:
     folder: Path
     """The folder of bench.json, bench.md and bench.svg."""
     conditions: Mapping[str, Any]
-    """Date, machine, versions, load and how was measured."""
+    """Date, machine, versions, load and the options of the measurement."""
 
     def to_json(self) -> dict[str, Any]:
         """The content of bench.json."""

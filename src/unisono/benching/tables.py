@@ -38,7 +38,7 @@ def title_of(bench: Bench) -> str:
 
 
 def notes_of(bench: Bench) -> list[str]:
-    """What a reader must know about the numbers: how noisy they are, what is missing and why."""
+    """Notes for interpreting the numbers: how noisy they are, and what is missing and why."""
     rounds, steps = bench.conditions["rounds"], bench.conditions["steps"]
     notes = [
         f"ms/step: median [quartiles] of {rounds} rounds of {steps} steps."
@@ -61,7 +61,7 @@ def notes_of(bench: Bench) -> list[str]:
         notes.append("items/s: items that the loss counts, for instance tokens or pixels.")
     crowded = [row for row in bench.rows if row.device == "CPU" and row.ranks * row.threads > _cores(bench)]
     if crowded:
-        notes.append(f"{crowded[0].ranks} ranks share {_cores(bench)} cores, so that their efficiency says little.")
+        notes.append(f"{crowded[0].ranks} ranks share {_cores(bench)} cores, so their efficiency is not meaningful.")
     load, cores = bench.conditions["machine"]["load_average"], bench.conditions["machine"]["cores"]
     if load > 0.5:
         notes.append(f"The load average was {load:.1f} on {cores} cores before the start: other programs add noise.")

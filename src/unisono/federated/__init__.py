@@ -1,5 +1,5 @@
-"""`unisono federate`: clients that keep their data train one model in rounds, through Flower.
+"""`unisono federate`: clients that keep their data train one model together, in rounds, with Flower.
 
-Each client is one run of `unisono train`. At the start of a round its weights are replaced by the global ones; the
-optimizer's state, the position in its data and the schedule go on. So one client alone trains like a plain run.
+Each client is one run of `unisono train`. At the start of a round, the global weights replace the client's weights; the
+optimizer state, data position and schedule continue. A federation of one client therefore trains like a plain run.
 """

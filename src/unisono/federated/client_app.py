@@ -1,6 +1,6 @@
-"""Flower's ClientApp: hands the server's weights to the client's run, and sends the client's weights back.
+"""Flower's ClientApp: passes the server's weights to the client's run, and sends the client's weights back.
 
-It trains in a process of its own, `unisono.federated.client`, so this process never imports torch.
+Training runs in a separate process, `unisono.federated.client`, so this process never imports torch.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def client_of(context: Context) -> int:
 def do_round(
     federation: Federation, client: int, task: str, arrays: Mapping[str, NDArray[Any]] | None, round_: int
 ) -> tuple[Arrays, dict[str, Any]]:
-    """Does a task of a round in a process of its own; returns the client's weights and its numbers."""
+    """Runs a task of a round in a separate process; returns the client's weights and its metrics."""
     if task == "train" and federation.options.drops(client, round_):
         raise TrainingFailed(f"client {client} drops out of round {round_} (--drop)")
     with tempfile.TemporaryDirectory(prefix="unisono-round-") as place:

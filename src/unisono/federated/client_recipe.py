@@ -1,4 +1,4 @@
-"""A recipe as one client trains it: on the client's share of the data, and with FedProx's term in the loss."""
+"""Adapts a recipe to one client: trains on the client's share of the data, with FedProx's term in the loss."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from unisono.federated.split import indices_of, share_of
 
 @dataclass(frozen=True)
 class ClientShare:
-    """Which part of the data a client has, and how strongly FedProx ties it to the global weights."""
+    """The part of the data that a client trains on, and the strength of its FedProx term."""
 
     client: int
     clients: int
@@ -20,7 +20,7 @@ class ClientShare:
     seed: int
     proximal_mu: float = 0.0
     global_weights: str | None = None
-    """safetensors file with the weights that the round began with."""
+    """safetensors file with the global weights at the start of the round."""
 
 
 def client_recipe(recipe_class: type[Recipe], share: ClientShare) -> type[Recipe]:

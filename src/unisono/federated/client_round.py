@@ -1,7 +1,7 @@
-"""One round of one client, on each of its ranks: loads the global weights, trains some steps, writes its weights.
+"""Runs one round of a client on each of its ranks: loads the global weights, trains, and writes the new weights.
 
-The client's run goes on from its own checkpoint, exactly as under `unisono train`; only its weights are replaced. The
-process ends after the round, with a checkpoint.
+The client's run resumes from its own checkpoint, exactly as under `unisono train`; only its weights are replaced. The
+process saves a checkpoint after the round and exits.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from unisono.settings import Settings
 
 @dataclass(frozen=True)
 class RoundOrder:
-    """What a client does in a round."""
+    """The task of a client in a round."""
 
     task: Literal["initial", "train", "evaluate"]
     """initial: only writes the initial weights; evaluate: only evaluates the global weights."""
@@ -40,7 +40,7 @@ class RoundOrder:
     weights: str | None
     """safetensors file with the global weights."""
     reply: str
-    """Folder for the client's weights and numbers."""
+    """Folder for the client's weights and metrics."""
 
 
 class RoundTrainer(Trainer):
@@ -52,7 +52,7 @@ class RoundTrainer(Trainer):
         self._end = self.state.step + order.steps
 
     def train(self) -> Result:
-        """Does the task of the round, and writes the reply."""
+        """Runs the task of the round, and writes the reply."""
         order, metrics = self._order_of_round, dict[str, Any]()
         if order.weights is not None:
             load_weights(self.components.strategy, load_file(order.weights))
@@ -67,7 +67,7 @@ class RoundTrainer(Trainer):
                 raise TrainingFailed(f"a signal stopped the client at step {self.state.step} of the round")
             metrics |= result.last
             result = Result(result.folder, "round", result.step, result.last)
-        weights = whole_weights(self.components.strategy)  # every rank takes part
+        weights = whole_weights(self.components.strategy)  # collective: every rank must call it
         if self._main:
             self._write(order, weights, metrics)
         return result
@@ -113,7 +113,7 @@ def job_of(recipe: str, share: ClientShare, order: RoundOrder, resolved: Resolve
 
 
 def whole_weights(strategy: Any) -> dict[str, Tensor]:
-    """Weights and persistent buffers, gathered from all ranks, in host memory; every rank calls it."""
+    """Gathers weights and persistent buffers from all ranks into host memory; every rank must call it."""
     whole = {}
     for name, tensor in strategy.tensors().items():
         value = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -122,7 +122,7 @@ def whole_weights(strategy: Any) -> dict[str, Tensor]:
 
 
 def load_weights(strategy: Any, weights: Mapping[str, Tensor]) -> None:
-    """Replaces weights and persistent buffers by others of the same names; every rank calls it."""
+    """Replaces weights and persistent buffers with `weights`, by name; every rank must call it."""
     own = strategy.tensors()
     missing = sorted(own.keys() ^ weights.keys())
     if missing:

@@ -27,7 +27,7 @@ def run_local(federation: Federation) -> None:
 
 
 def check_ray() -> None:
-    """Raises UserError if Ray, on which Flower simulates, is not installed."""
+    """Raises UserError if Ray, which Flower's simulation needs, is not installed."""
     if importlib.util.find_spec("ray") is None:
         raise UserError('engine simulation needs Ray; run: pip install "unisono[simulation]"')
 
@@ -48,7 +48,7 @@ def run_simulated(federation: Federation) -> None:
         client_app=client_app(federation),
         num_supernodes=options.clients,
         backend_config={
-            # Ray hands an actor a share of the cores; a client's own processes are not limited by it.
+            # Ray assigns an actor a share of the cores; this does not limit the processes that the client starts.
             "client_resources": {"num_cpus": cpus / options.parallel},
             "init_args": {
                 "num_cpus": cpus,

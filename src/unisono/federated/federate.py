@@ -33,7 +33,7 @@ class FederationResult:
     model: Path
     """safetensors file with the global weights."""
     rounds: list[dict[str, Any]]
-    """A record of each round: how many clients answered, which dropped out, their mean loss."""
+    """One record per round: the number of clients that replied, the clients that dropped out, and the mean loss."""
     metrics: dict[str, float]
     """Evaluation of the global weights on the data of all clients."""
 
@@ -79,7 +79,7 @@ def read_result(folder: Path) -> FederationResult:
     try:
         result = json.loads((folder / "result.json").read_text())
     except FileNotFoundError:
-        raise TrainingFailed(f"the federation has not ended; see {folder}") from None
+        raise TrainingFailed(f"the federation has not finished; see {folder}") from None
     if "error" in result:
         raise TrainingFailed(f"the federation failed: {result['error']}")
     rounds = list(JsonLines(folder / "rounds.jsonl"))

@@ -1,4 +1,4 @@
-"""The apps that Flower's programs load by name; the environment says which federation they belong to."""
+"""The apps that Flower's programs load by name; an environment variable names their federation."""
 
 from __future__ import annotations
 

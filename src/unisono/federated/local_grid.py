@@ -1,7 +1,7 @@
 """The engine `local`: Flower's ServerApp and ClientApp in this process, without a network and without Ray.
 
 It is a Grid, Flower's interface between a server and its clients, that calls the ClientApp directly. Strategies and
-mods are Flower's own and cannot tell the difference. Each client still trains in a process of its own.
+mods are Flower's own and behave as with any other Grid. Each client still trains in a separate process.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class LocalGrid(Grid):
         self._replies: dict[str, Message] = {}
 
     def set_run(self, run: Any) -> None:
-        """There is only one run."""
+        """Does nothing, because there is only one run."""
 
     @property
     def run(self) -> Any:
@@ -59,7 +59,7 @@ class LocalGrid(Grid):
         return list(self._contexts)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Hands each message to its client; the replies are there when this returns."""
+        """Passes each message to its client, and waits for all replies."""
         messages = list(messages)
         for message in messages:
             message.metadata.__dict__["_message_id"] = str(next(self._numbers))
@@ -75,12 +75,12 @@ class LocalGrid(Grid):
         return [self._replies.pop(each) for each in list(message_ids) if each in self._replies]
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        """Hands messages to clients and returns their replies; a client has no time limit here."""
+        """Passes messages to clients and returns their replies; `timeout` is ignored."""
         return self.pull_messages(self.push_messages(messages))
 
     def _deliver(self, message: Message) -> Message:
         try:
-            # A copy, because a mod may change the content, which the server may share between clients.
+            # Copy the message: a mod may modify its content, which the server may send to several clients.
             return self._app(deepcopy(message), self._contexts[message.metadata.dst_node_id])
         except Exception as error:
             return Message(Error(_ERROR_IN_CLIENT_APP, f"{error}"), reply_to=message)

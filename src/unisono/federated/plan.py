@@ -1,4 +1,4 @@
-"""What a federation does, and the file federation.json, from which its server and its clients read it."""
+"""The options of a federation, and the file federation.json from which server and clients read them."""
 
 from __future__ import annotations
 
@@ -28,30 +28,30 @@ ENVIRONMENT = "UNISONO_FEDERATION"
 
 @dataclass(frozen=True)
 class FederationOptions:
-    """How a federation works, apart from the recipe and its settings."""
+    """The options of a federation besides the recipe and its settings."""
 
     clients: int = 4
     """Number of clients."""
     rounds: int = 3
-    """Number of rounds. In each, clients train, and the server combines their weights."""
+    """Number of rounds. In each round, clients train and the server combines their weights."""
     local_steps: int = 20
     """Number of optimizer steps of a client in a round."""
     split: str = "iid"
-    """How the recipe's data is divided: iid; by:FIELD; none, if {client} in a setting names a client's files."""
+    """How to divide the data: iid, by:FIELD, or none (when {client} in a setting selects each client's files)."""
     algorithm: Literal["fedavg", "fedprox"] = "fedavg"
-    """fedavg: mean of the clients' weights, by numbers of samples; fedprox: also ties clients to the global weights."""
+    """fedavg: mean of the clients' weights, weighted by sample count; fedprox: fedavg with a proximal loss term."""
     proximal_mu: float = 0.1
     """fedprox: weight of the squared distance from the global weights in the loss."""
     engine: Literal["local", "simulation", "processes"] = "local"
-    """local: in this process; simulation: Flower's on Ray; processes: a SuperLink and SuperNodes on 127.0.0.1."""
+    """local: this process; simulation: Flower's simulation on Ray; processes: SuperLink and SuperNodes on 127.0.0.1."""
     parallel: int = 1
     """Number of clients that train at the same time (local and simulation)."""
     min_clients: int = 1
     """Number of clients that must be connected at the start of a round."""
     round_timeout: float = 3600.0
-    """Seconds that the server waits for the clients of a round; late ones are left out."""
+    """Seconds that the server waits for the clients of a round; later replies are ignored."""
     privacy: Literal["none", "server", "client", "local"] = "none"
-    """Differential privacy: the server clips and adds noise, clients clip, or clients also add noise themselves."""
+    """Differential privacy. server: clips and adds noise; client: clients clip; local: clients clip and add noise."""
     clipping_norm: float = 1.0
     """privacy: largest norm of a client's update."""
     noise_multiplier: float = 0.1
@@ -65,13 +65,13 @@ class FederationOptions:
     port: int = 0
     """processes: first of the three ports of the SuperLink. 0: free ports."""
     drop: str = ""
-    """Clients that drop out, for tests: CLIENT:ROUND, several separated by commas."""
+    """Clients that drop out, for tests: comma-separated CLIENT:ROUND pairs."""
 
     def check(self) -> None:
-        """Raises ConfigError for a value that cannot work."""
+        """Raises ConfigError if a value is invalid."""
         for name, least in (("clients", 1), ("rounds", 1), ("local_steps", 1), ("parallel", 1), ("min_clients", 1)):
             if getattr(self, name) < least:
-                raise ConfigError(f"{name}: expected a whole number from {least} on, got {getattr(self, name)}")
+                raise ConfigError(f"{name}: expected a whole number of at least {least}, got {getattr(self, name)}")
         for name in ("proximal_mu", "noise_multiplier"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}: expected 0 or more, got {getattr(self, name)}")
@@ -125,7 +125,7 @@ class Federation:
         return self.folder / "clients" / str(client)
 
     def share_of(self, client: int, resolved: Resolved, weights: str | None) -> ClientShare:
-        """Which data a client has."""
+        """The share of the data that a client trains on."""
         options = self.options
         mu = options.proximal_mu if options.algorithm == "fedprox" else 0.0
         return ClientShare(client, options.clients, options.split, resolved.values["seed"], mu, weights)
@@ -140,7 +140,7 @@ class Federation:
             _check_settings(resolved.build(Settings), options)
 
     def write(self) -> Path:
-        """Writes federation.json; refuses the folder of another federation."""
+        """Writes federation.json; raises UserError if the folder contains another federation."""
         file = self.folder / FEDERATION
         record = {
             "recipe": self.recipe,
@@ -165,9 +165,9 @@ class Federation:
 
 def _check_settings(settings: Settings, options: FederationOptions) -> None:
     if settings.ema.ema_decay > 0:
-        raise ConfigError("ema_decay: the averages of clients are not combined; use 0")
+        raise ConfigError("ema_decay: moving averages of clients cannot be combined; use 0")
     if settings.launch.nnodes != 1:
-        raise ConfigError("nnodes: a client runs on one machine")
+        raise ConfigError("nnodes: each client runs on one machine; remove nnodes")
     if settings.run.resume != "auto":
         raise ConfigError("resume: a client resumes its own run; remove --resume")
     sharded = settings.parallel.strategy in ("fsdp", "hsdp")

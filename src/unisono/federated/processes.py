@@ -1,7 +1,7 @@
-"""The engine `processes`: Flower's SuperLink and a SuperNode for each client, on this machine and on 127.0.0.1 only.
+"""The engine `processes`: Flower's SuperLink and one SuperNode per client, on 127.0.0.1 only.
 
-These are the programs that a federation over several machines would run, so this engine shows that a recipe works with
-them. They end with this process.
+A federation over several machines runs the same programs, so this engine tests a recipe with them. They end when this
+process ends.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ insecure = true
 
 
 def check_ports(port: int, clients: int = 0) -> None:
-    """Raises UserError if a port from `port` on is taken: one for the SuperLink, and one for each SuperNode."""
+    """Raises UserError if one of the ports, which start at `port`, is in use: SuperLink and SuperNodes need them."""
     if not 0 <= port <= 65535 - clients:
         raise UserError(f"port {port}: expected a number from 0 to {65535 - clients}")
     for each in range(port, port + clients + 1) if port else []:
@@ -64,7 +64,7 @@ def check_ports(port: int, clients: int = 0) -> None:
 
 
 def free_ports(number: int) -> list[int]:
-    """Ports on 127.0.0.1 that no process uses."""
+    """Returns free ports on 127.0.0.1."""
     with ExitStack() as probes:
         sockets = [probes.enter_context(closing(socket.socket())) for _ in range(number)]
         for each in sockets:
@@ -85,7 +85,7 @@ def run_processes(federation: Federation) -> None:
     programs = Path(sys.executable).parent
     environ = {
         **os.environ,
-        "PATH": f"{programs}{os.pathsep}{os.environ.get('PATH', '')}",  # Flower starts its other programs by name
+        "PATH": f"{programs}{os.pathsep}{os.environ.get('PATH', '')}",  # Flower finds its other programs in PATH
         "FLWR_HOME": str(home),
         "FLWR_TELEMETRY_ENABLED": "0",
         ENVIRONMENT: str(federation.folder / FEDERATION),
@@ -117,7 +117,7 @@ class _Programs:
         return self
 
     def start(self, name: str, words: list[str]) -> None:
-        """Starts a program; its output goes to a file NAME.log."""
+        """Starts a program; its output goes to the file NAME.log."""
         with open(self._logs / f"{name}.log", "ab") as log:
             self._running[name] = subprocess.Popen(
                 [str(self._folder / words[0]), *words[1:]],
@@ -130,7 +130,7 @@ class _Programs:
             )
 
     def run(self, name: str, words: list[str]) -> None:
-        """Runs a program to its end; raises TrainingFailed if it fails."""
+        """Runs a program and waits for it; raises TrainingFailed if it fails."""
         self.start(name, words)
         if self._running.pop(name).wait():
             raise TrainingFailed(f"{' '.join(words[:2])} failed: {self._last_line(name)}")
@@ -154,7 +154,7 @@ class _Programs:
         for process in self._running.values():
             with suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.1, deadline - time.monotonic()))
-            _signal(process, signal.SIGKILL)  # the whole session: Flower's programs start others
+            _signal(process, signal.SIGKILL)  # the whole session, because Flower's programs start others
             process.wait()
 
 

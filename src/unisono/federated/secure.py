@@ -1,7 +1,7 @@
 """Secure aggregation by Flower's SecAgg+: the server learns only the sum of the clients' weights.
 
-Flower offers it for its older interface of clients, so this module wraps a client's round in a NumPyClient. All clients
-have the same weight in the mean, because their numbers of samples are not sent.
+Flower supports it only for its older client interface, so this module wraps a client's round in a NumPyClient. All
+clients have the same weight in the mean, because they do not send their sample counts.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def run_secure_server(federation: Federation, grid: Grid, context: Context, log:
     joined = "\n".join(names)
 
     def mean(results: list[tuple[int, dict[str, Any]]]) -> dict[str, Any]:
-        """The mean of the clients' numbers."""
+        """Averages the clients' metrics."""
         total = sum(number for number, _ in results)
         keys = results[0][1] if results else {}
         return {key: sum(number * float(each[key]) for number, each in results) / total for key in keys}
@@ -78,11 +78,11 @@ def run_secure_server(federation: Federation, grid: Grid, context: Context, log:
     class Strategy(FedAvg):
         def aggregate_fit(self, server_round: int, results: Any, failures: Any) -> Any:
             losses = [float(each.metrics.get("loss", math.nan)) for _, each in results]
-            dropped = ["a client has not answered"] * (options.clients - len(results))
+            dropped = ["a client did not reply"] * (options.clients - len(results))
             loss = sum(losses) / len(losses) if losses else math.nan
             log.line({"round": server_round, "clients": len(results), "dropped": dropped, "loss": loss})
             if not results:
-                raise TrainingFailed(f"round {server_round}: no client has answered")
+                raise TrainingFailed(f"round {server_round}: no client replied")
             return super().aggregate_fit(server_round, results, failures)
 
         def configure_evaluate(self, server_round: int, parameters: Any, client_manager: Any) -> Any:
@@ -110,9 +110,7 @@ def run_secure_server(federation: Federation, grid: Grid, context: Context, log:
         timeout=options.round_timeout,
     )
     DefaultWorkflow(fit_workflow=workflow)(grid, legacy)
-    if log.num_rounds < options.rounds:  # Flower logs this and goes on with the weights of the round before
-        raise TrainingFailed(
-            f"too few clients answered in {options.rounds - log.num_rounds} rounds to unmask their sum"
-        )
+    if log.num_rounds < options.rounds:  # Flower only logs this, and keeps the weights of the previous round
+        raise TrainingFailed(f"too few clients replied in {options.rounds - log.num_rounds} rounds to unmask their sum")
     evaluated = legacy.history.metrics_distributed
     finish(folder, {name: values[-1][1] for name, values in evaluated.items() if values})

@@ -30,7 +30,7 @@ _POLL_S = 0.2
 
 
 class _Averaging:
-    """What both algorithms add to Flower's: a log of rounds, and an evaluation after the last round only."""
+    """Extends Flower's strategies for both algorithms: logs rounds, and evaluates only after the last round."""
 
     log: RoundLog
 
@@ -42,7 +42,7 @@ class _Averaging:
         arrays, metrics = super().aggregate_train(server_round, replies)  # type: ignore[misc]
         self.log.round(server_round, replies, metrics)
         if arrays is None:
-            raise TrainingFailed(f"round {server_round}: no client has answered")
+            raise TrainingFailed(f"round {server_round}: no client replied")
         return arrays, metrics
 
     def configure_evaluate(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Any:
@@ -103,7 +103,7 @@ def strategy_of(options: FederationOptions, log: RoundLog) -> Strategy:
 
 
 def initial_arrays(grid: Grid, timeout: float) -> ArrayRecord:
-    """The weights that all clients begin with, from any client: they follow from the recipe and the seed."""
+    """Gets the initial weights from any client: all clients compute the same, from the recipe and the seed."""
     content = RecordDict({"config": ConfigRecord({"server-round": 0})})
     node = min(grid.get_node_ids())
     message = Message(content, dst_node_id=node, message_type="query.initial")
@@ -114,7 +114,7 @@ def initial_arrays(grid: Grid, timeout: float) -> ArrayRecord:
 
 
 def wait_for_clients(grid: Grid, number: int, timeout: float) -> None:
-    """Waits until this many clients are connected."""
+    """Waits until `number` clients are connected."""
     deadline = time.monotonic() + timeout
     while (connected := len(list(grid.get_node_ids()))) < number:
         if time.monotonic() > deadline:
@@ -123,7 +123,7 @@ def wait_for_clients(grid: Grid, number: int, timeout: float) -> None:
 
 
 def save_model(folder: Path, arrays: Mapping[str, Any], like: Mapping[str, Any]) -> None:
-    """Writes the global weights, in the types of the initial ones: means of whole numbers are not whole."""
+    """Writes the global weights in the dtypes of the initial weights, because means of integers are not integers."""
     typed = {name: np.ascontiguousarray(array, dtype=like[name].dtype) for name, array in arrays.items()}
     with atomic_file(folder / MODEL) as temporary:
         save_file(typed, temporary)
@@ -157,12 +157,12 @@ def run_server(federation: Federation, grid: Grid, context: Context) -> None:
 
 
 def finish(folder: Path, metrics: dict[str, Any]) -> None:
-    """Writes the result of the federation, the last of its files."""
+    """Writes the result of the federation, after all of its other files."""
     write_atomically(folder / RESULT, json.dumps({"metrics": metrics}) + "\n")
 
 
 def server_app() -> ServerApp:
-    """The ServerApp; it reads its federation when it runs. An error is written to the federation's folder."""
+    """Returns the ServerApp, which reads its federation when it runs and writes an error to its folder."""
     app = ServerApp()
 
     @app.main()

@@ -1,4 +1,4 @@
-"""How a data set is divided over clients: a pure function of the data, the seed and the number of clients."""
+"""Divides a dataset among clients: a pure function of the data, the seed and the number of clients."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def check_split(split: str) -> None:
 
 
 def indices_of(dataset: Dataset[Any], split: str, client: int, clients: int, seed: int) -> Sequence[int]:
-    """The samples of one client, in increasing order. Together the clients have every sample exactly once.
+    """Returns the indices of a client's samples, in ascending order. Every sample belongs to exactly one client.
 
-    iid: a pseudo-random permutation of the samples is dealt out to the clients in turn, so their numbers of samples
+    iid: a pseudo-random permutation of the samples is dealt out to the clients in turn, so their sample counts
     differ by at most one. by:FIELD: samples with the same value of a field belong to the same client; the sorted values
     are dealt out in turn. FIELD is a key of a sample, or the index of an element if samples are tuples. none: every
     client has all samples (for clients that read different files).
@@ -68,7 +68,7 @@ class Share(Dataset[Any]):
 
 
 class ShareOfShapes(Share):
-    """The samples of one client, of several shapes."""
+    """The samples of one client, whose dataset has several shapes."""
 
     def shape(self, index: int) -> Any:
         """The shape of a sample, by which the engine forms batches."""
@@ -76,10 +76,10 @@ class ShareOfShapes(Share):
 
 
 class ShareWithCosts(ShareOfShapes):
-    """The samples of one client, of several shapes and with costs."""
+    """The samples of one client, whose dataset has several shapes and costs per sample."""
 
     def cost(self, index: int) -> Any:
-        """The relative work of a sample."""
+        """The relative cost of a sample."""
         return self._dataset.cost(self._indices[index])
 
 

@@ -211,7 +211,7 @@ class OwnModel(Recipe):
             self._scheduler = user_scheduler(self._optimizer)
         else:
             kind = type(user_scheduler).__name__
-            raise ConfigError(f"scheduler: expected one of torch.optim.lr_scheduler, got {kind}")
+            raise ConfigError(f"scheduler: expected a scheduler of torch.optim.lr_scheduler, got {kind}")
 
     def learning_rate(self, step: int) -> list[float]:
         """Returns the learning rate of each parameter group, which the user's scheduler or own code sets."""

@@ -164,8 +164,8 @@ class OwnTrainer:
         if log.epochs and epoch <= log.epochs[-1]["epoch"] and not self._warned_of_repetition:
             self._warned_of_repetition = True
             self._say(
-                f"train_epoch({epoch}): epoch {log.epochs[-1]['epoch']} is already trained, so this trains another "
-                "one; after load_checkpoint, continue with the epoch that it returns plus 1"
+                f"train_epoch({epoch}): epoch {log.epochs[-1]['epoch']} is already trained, so this call trains a "
+                "further epoch; after load_checkpoint, continue with the epoch that it returns plus 1"
             )
         self._follow_batch_size()
         started, before = time.perf_counter(), self._engine.state.samples

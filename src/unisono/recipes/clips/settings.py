@@ -53,7 +53,7 @@ class Config(Recipe.Config):
     features: str = "builtin"
     """Features of each clip: builtin (small frames, mel spectrogram and statistics, for an encoder that is trained), files (.npy, .npz or .h5 next to the labels), transformers:FOLDER (a pretrained vision model), or module:function (your own)."""
     use: str = ""
-    """Inputs of the model, separated by commas: frames, mel, stats, features. Default: all that are available, except stats."""
+    """Comma-separated inputs of the model: frames, mel, stats, features. Default: all that are available, except stats."""
 
     width: int = 96
     """Hidden size of the model."""

@@ -22,7 +22,7 @@ class VideoScorer:
     """A function that scores videos, and the information about its run that clips.json and the page show."""
 
     score: Callable[[Path, Callable[[float], None]], Scored]
-    """Takes a video, and a callback for the number of seconds processed so far."""
+    """Scores a video; calls the callback with the number of seconds processed so far."""
     name: str = ""
     trained_on: str = ""
     """The run's data_path; for the mirror set with the number of videos."""

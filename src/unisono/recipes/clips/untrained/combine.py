@@ -1,7 +1,7 @@
 """Turns the measurements of a video's clips into scores.
 
 Each measurement is compared with the rest of the same video: its distance above the video's median, in units of the
-typical deviation. So a quiet talk and a loud match are scored alike, and what happens all the time does not stand out.
+typical deviation. A quiet talk and a loud match are therefore scored alike, and continuous events do not stand out.
 A part's value grows from 0 (the median or below) towards 1, and the score is the weighted mean of the values.
 """
 

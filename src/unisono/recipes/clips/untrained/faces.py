@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 MISSING = "faces are not counted, because OpenCV is not installed: pip install 'unisono[faces]'"
 SIZE = 180
-"""Length of a frame's shorter side at which faces are looked for."""
+"""Length in pixels of a frame's shorter side for face detection."""
 _SMALLEST = 24  # pixels of the shorter side: an eighth of a frame's height
 
 Box = tuple[int, int, int, int]
@@ -36,7 +36,7 @@ def _cascade_file() -> Path | None:
 def _cascade() -> Any:
     import cv2
 
-    cv2.setNumThreads(1)  # small pictures; ranks and other commands share the cores
+    cv2.setNumThreads(1)  # more threads do not help with small pictures, and other processes share the coress
     return cv2.CascadeClassifier(str(_cascade_file()))
 
 

@@ -1,7 +1,7 @@
 """Reads a video clip by clip: small frames and sound of a few seconds each.
 
-Frames and sound are read through two handles of the file, each only as far as the current clip. So it does not matter
-how the file interleaves them, and an hour takes no more memory than a minute. Time 0 is the first frame.
+Frames and sound are read through two handles of the file, each only as far as the current clip. The file may therefore
+interleave them in any way, and an hour takes no more memory than a minute. Time 0 is the first frame.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from av.video.frame import VideoFrame
 
 NO_VIDEO = "has no video stream, only sound or a cover image"
-_NO_FRAME = "not a single frame in it can be decoded"
+_NO_FRAME = "none of its frames can be decoded"
 
 VIDEOS = (*VIDEO_SUFFIXES, ".m4v", ".mpg", ".mpeg", ".ts", ".mts", ".m2ts", ".flv", ".wmv", ".ogv")
 
@@ -72,7 +72,7 @@ def _facts(path: Path) -> VideoFacts:
         stream, has_sound = video_stream(path, container), audio_stream(container) is not None
         if stream is None:
             if not has_sound:
-                raise BadMedia(path, "no video or audio stream in it can be decoded")
+                raise BadMedia(path, "none of its video and audio streams can be decoded")
             return VideoFacts((container.duration or 0) / 1e6, 0.0, 0, 0, has_sound, has_video=False)
         first: VideoFrame | None = next(decoded(container, stream, Faults()), None)
         if first is None:
@@ -205,8 +205,8 @@ class Reading(Iterator[Clip]):
         truncated = missing > max(_MISSING_END, 0.02 * self.facts.duration) and self._sound.ended
         is_short = truncated or (bool(self._broken) and missing > _ROUNDING)
         frames_missing = self._faults.number
-        # After an error, decoders silently drop frames. Without errors, it is no damage if the header promises more
-        # frames.
+        # After an error, decoders silently drop frames. Without errors, a header that promises more frames does
+        # not mean damage.
         if frames_missing and not is_short:
             frames_missing = max(frames_missing, self._num_frames_in_header - self._num_decoded)
         damage = Damage(
@@ -298,7 +298,7 @@ class _Sound:
                         start = expected
                     self.was_decoded, expected = True, start + len(samples)
                     yield start, np.nan_to_num(samples, posinf=0.0, neginf=0.0).clip(-1, 1)
-        except BadMedia as error:  # the rest stays silent
+        except BadMedia as error:  # treat the rest as silence
             self.faults.first = self.faults.first or error.problem
             self._silent_from = (expected or 0) / self._rate
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from av.container import InputContainer
     from av.stream import Stream
 
-_NEGLIGIBLE_SOUND = 0.1  # fewer missing seconds are not reported: they are a packet or two at the ends
+_NEGLIGIBLE_SOUND = 0.1  # seconds; less missing sound is not reported, because it is only a packet or two at the ends
 
 
 @dataclass

@@ -180,5 +180,5 @@ class Footage:
                         if part.pts is not None and part.time_base:
                             time = float(part.pts * part.time_base)
                             yield time - self.begin, np.asarray(part.to_ndarray(), np.float32)
-        except BadMedia:  # silent from there on
+        except BadMedia:  # treat the rest as silence
             return

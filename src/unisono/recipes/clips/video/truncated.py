@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-_MOST_BOXES = 10_000  # limits the time for a file of many tiny boxes
+_MOST_BOXES = 10_000  # limits the time spent on a file of many tiny boxes
 _FIRST_BOXES = {b"ftyp", b"mdat", b"wide", b"free", b"skip"}
 _INDEX_BOXES = {b"moov", b"moof"}
 

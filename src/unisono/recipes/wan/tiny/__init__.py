@@ -1,1 +1,1 @@
-"""The tiny Wan: small real models, a drawn dataset and a classifier; nothing is downloaded."""
+"""The tiny Wan: small working models, a dataset drawn by code, and a classifier. Downloads nothing."""

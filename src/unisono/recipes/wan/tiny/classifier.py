@@ -17,7 +17,7 @@ from unisono.recipes.wan.tiny.shapes import COLOURS, SHAPES, Shapes, labels
 _SIZE = 32  # pixels; other sizes are scaled to it
 _NUM_STILLS, _NUM_CLIPS, _CLIP_FRAMES = 1440, 240, 5  # numbers of training samples, and of frames per clip
 _STEPS, _BATCH = 300, 64
-_NOISE = 0.1  # added to the training images, because a sample is never as clean as a drawing
+_NOISE = 0.1  # added to the training images, because generated samples are noisier than drawings
 
 
 class ShapeClassifier(nn.Module):
@@ -62,7 +62,7 @@ class ShapeClassifier(nn.Module):
 
 
 def recognised(frames: Tensor, colours: Tensor, shapes: Tensor) -> dict[str, Tensor]:
-    """Whether each sample shows its colour, and its shape, [samples]; the labels are those of `shapes.labels`."""
+    """Whether each sample shows the right colour and the right shape, [samples] each; labels as in `shapes.labels`."""
     found_colours, found_shapes = trained_classifier().classify(frames)
     return {"colour": found_colours == colours.to(frames.device), "shape": found_shapes == shapes.to(frames.device)}
 

@@ -1,4 +1,4 @@
-"""The built-in shapes as latents: encoded once by all ranks together, and kept in memory."""
+"""The built-in shapes as latents, which the ranks encode once and keep in memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _AT_ONCE = 64
 class EncodedShapes(Dataset[dict[str, Any]]):
     """Latents of shapes with the embeddings of their captions, and their labels.
 
-    For an image-to-video model also the condition, the given frames and the direction of motion.
+    For an image-to-video model, also contains the condition, the given frames and the direction of motion.
     """
 
     def __init__(self, shapes: Shapes, encoded: dict[str, Tensor], texts: dict[str, Tensor]) -> None:
@@ -48,7 +48,7 @@ class EncodedShapes(Dataset[dict[str, Any]]):
 
 
 def is_encoded(shapes: Shapes, folder: Path) -> bool:
-    """Whether all files exist."""
+    """Whether all files of encoded shapes exist."""
     return all(_file(folder, start).exists() for start in range(0, len(shapes), _AT_ONCE))
 
 
@@ -57,7 +57,7 @@ def _file(folder: Path, start: int) -> Path:
 
 
 def encode(work: Work, shapes: Shapes, folder: Path, vae: WanVae, condition: ConditionKind) -> None:
-    """Encodes this rank's share of the shapes, in files of several samples each; with the frames of `condition`."""
+    """Encodes this rank's share of the shapes and the given frames of `condition`, several samples per file."""
     folder.mkdir(parents=True, exist_ok=True)
     for start in work.share(range(0, len(shapes), _AT_ONCE)):
         file = _file(folder, start)

@@ -35,9 +35,9 @@ class BatchKind(NamedTuple):
     at_once: int
 
 
-# Uses nine frames, because the third latent frame takes another path through the VAE than the second.
+# Includes nine frames, because the third latent frame takes a different path through the VAE than the second.
 _BATCHES = (BatchKind(1, 2400, 32), BatchKind(5, 1440, 8), BatchKind(1, 2400, 32), BatchKind(9, 720, 6))
-"""Used in turn, one per optimizer step."""
+"""The kinds of batches, used in rotation, one per optimizer step."""
 
 
 def main(arguments: list[str] | None = None) -> int:

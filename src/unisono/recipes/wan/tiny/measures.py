@@ -1,8 +1,8 @@
-"""Measures of a set of generated shapes: how much samples of one caption differ, and how far two sets are apart.
+"""Metrics for a set of generated shapes: the diversity of samples of one caption, and the distance between two sets.
 
-A sampler of few steps can show the right colour and shape in every sample, and yet always draw the same picture. So the
-place and the size of the shape are measured in the pixels, and the distributions of a classifier's features are
-compared (the Fréchet distance, as in FID, with the features of the small classifier).
+A few-step sampler can show the right colour and shape in every sample and still always draw the same picture. This
+module therefore measures the position and size of the shape in the pixels, and compares the distributions of the small
+classifier's features (by the Fréchet distance, as in FID).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _FAINT = 0.25  # smaller coverage is noise
 def places_and_sizes(images: Tensor, colours: Tensor) -> Tensor:
     """The centre (x, y) and the size of the shape in each image, as fractions of the side, [images, 3].
 
-    `images` [images, 3, side, side] are in [-1, 1], and `colours` are the indices of the captions' colours. A pixel
-    belongs to the shape as far as its colour lies on the way from the background to the caption's colour. The size is
-    the root of the area.
+    `images` [images, 3, side, side] are in [-1, 1], and `colours` are the indices of the captions' colours. How
+    much of a pixel belongs to the shape is given by its colour's position between the background and the caption's
+    colour. The size is the square root of the area.
     """
     pixels, side = (images.float().clamp(-1, 1) + 1) / 2, images.shape[-1]
     rows = [pixels[..., :_BORDER, :], pixels[..., -_BORDER:, :]]
@@ -45,7 +45,7 @@ def spread(values: Tensor, captions: Tensor) -> Tensor:
 
 
 def diversity(images: Tensor, reference: Tensor, colours: Tensor, captions: Tensor) -> float:
-    """The spread of place and size within a caption, divided by that of the images `reference` of the same captions."""
+    """The spread of position and size within a caption, relative to the spread of the images `reference`."""
     spreads = [spread(places_and_sizes(each, colours), captions) for each in (images, reference)]
     return float((spreads[0] / spreads[1]).mean())
 

@@ -20,7 +20,7 @@ from unisono.errors import ConfigError
 from unisono.recipes.wan.condition.kind import MASK_CHANNELS
 from unisono.recipes.wan.tiny.shapes import COLOURS, DIRECTIONS, SHAPES, WORDINGS
 
-# A type checker sees no methods of these classes, or not even the classes.
+# Type checkers cannot see the methods of these classes, and in some cases not even the classes.
 AutoencoderKLWan: TypeAlias = Any
 FlowMatchEulerDiscreteScheduler: TypeAlias = Any
 T5TokenizerFast: TypeAlias = Any
@@ -81,7 +81,7 @@ def tiny_vae_config() -> dict[str, Any]:
 
 
 def untrained_vae(**other: Any) -> AutoencoderKLWan:
-    """The tiny VAE as its constructor makes it, with `other` arguments replaced."""
+    """The tiny VAE with the initial weights of its constructor; `other` overrides arguments."""
     import diffusers
 
     return diffusers.AutoencoderKLWan(**{**tiny_vae_config(), **other})  # type: ignore[no-untyped-call]
@@ -100,7 +100,7 @@ def tiny_vae(weights: Path = VAE_WEIGHTS) -> AutoencoderKLWan:
         vae.load_state_dict(tensors)
     except (OSError, SafetensorError, KeyError, RuntimeError) as error:
         raise ConfigError(
-            f"{weights}: not the weights of the tiny VAE ({error}); "
+            f"{weights} does not contain the weights of the tiny VAE ({error}); "
             "train it again: python -m unisono.recipes.wan.tiny.make_vae --output FILE"
         ) from None
     return vae.eval().requires_grad_(False)
@@ -146,7 +146,7 @@ def tiny_pipeline_parts() -> PipelineParts:
 
 
 def _uniform(name: str, shape: torch.Size) -> Tensor:
-    """Uniform numbers of mean 0 and variance 1: normal ones need a logarithm, which machines round differently."""
+    """Uniform numbers of mean 0 and variance 1. Normal numbers need a logarithm, which machines round differently."""
     bits = random_bits(key_of(crc32(name.encode())), torch.arange(shape.numel()))
     return ((to_unit(bits, torch.float32) - 0.5) * math.sqrt(12)).view(shape)
 

@@ -25,12 +25,12 @@ COLOURS: dict[str, tuple[float, float, float]] = {
     "purple": (0.8, 0.1, 0.85),
     "cyan": (0.1, 0.85, 0.9),
 }
-"""Names and their red, green and blue in [0, 1]."""
+"""Colour names, and red, green and blue in [0, 1]."""
 
 SHAPES = ("circle", "square", "triangle", "cross")
 
 DIRECTIONS: dict[str, tuple[float, float]] = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
-"""Names and their directions, x to the right and y down."""
+"""Direction names, and vectors with x to the right and y down."""
 
 TRAVEL = (0.2, 0.3)
 """Range of the distance that a moving shape covers in a clip, as fractions of the image's side."""
@@ -42,7 +42,7 @@ WORDINGS = (
     "a picture of a {colour} {shape}",
 )
 
-_DRAWS = 16  # random numbers per item, more than are used
+_DRAWS = 16  # random numbers to draw per item; not all are used
 
 
 class Drawing(TypedDict):
@@ -57,7 +57,7 @@ class Plan(NamedTuple):
 
     colour: str
     shape: str
-    direction: str | None  # None: it does not move
+    direction: str | None  # None: the shape does not move
     caption: str
     rgb: tuple[float, float, float]
     background: float

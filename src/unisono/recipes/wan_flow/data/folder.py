@@ -41,7 +41,7 @@ def _check_for_shards(name: str, path: str, config: Any) -> None:
         raise ConfigError(f"{name} {path}: expected tar shards, such as s3://bucket/clips-{{000..099}}.tar")
     unsupported = {"no_cache": config.no_cache, "masked_loss": config.masked_loss}
     if setting := next((setting for setting, is_set in unsupported.items() if is_set), None):
-        raise ConfigError(f"{setting}: tar shards are read once, into the cache, and without masks; remove {setting}")
+        raise ConfigError(f"{setting}: tar shards need the cache and do not support masks; remove {setting}")
 
 
 class FolderData:
@@ -102,7 +102,7 @@ class FolderData:
             if len(without) < num_samples:
                 masks = format_count(num_samples - len(without), "mask")
                 self.remarks.append(
-                    f"{path}: {masks} beside the samples, not used; --masked_loss weights the loss by them"
+                    f"{path}: {masks} beside the samples are not used; --masked_loss weights the loss by them"
                 )
         elif len(without) == num_samples and path == self._config.dataset_path:
             raise ConfigError(
@@ -111,7 +111,7 @@ class FolderData:
             )
         elif without:
             self.remarks.append(
-                f"{path}: {len(without):,} of {num_samples:,} samples have no mask and count everywhere: {examples}"
+                f"{path}: {len(without):,} of {num_samples:,} samples have no mask, so they count fully: {examples}"
             )
 
     def _index(self, sources: list[Source], folder: Path, prompts: Sequence[str]) -> Cache | SampleSizes:
