@@ -110,12 +110,12 @@ def test_patterns_name_shards_in_their_order(tmp_path: Path) -> None:
     assert named(f"{folder}/00{{9,2}}.tar") == [paths[9], paths[2]]
     assert named([f"{folder}/{{010..011}}.tar", paths[0]]) == [*paths[10:], paths[0]]
     for pattern, message in (
-        ([paths[0], f"{folder}/*.tar"], "named twice"),
+        ([paths[0], f"{folder}/*.tar"], "listed twice"),
         (f"{folder}/{{005..003}}.tar", "not a range"),
         (f"{folder}/{{0..99999999}}.tar", "more than 100,000 files"),
         (f"{folder}/*.zip", "no such files"),
         (f"{folder}/{{011..012}}.tar", "012.tar cannot be read"),
-        ([], "no file is named"),
+        ([], "no files were given"),
     ):
         with pytest.raises(UserError, match=message):
             named(pattern)
@@ -146,7 +146,7 @@ def test_members_that_are_no_files_or_have_unsafe_names_are_left_out_and_nothing
 
 
 BROKEN = {
-    "no end mark": ([header("a.txt", 1), padded(b"a")], "truncated: at byte 1024"),
+    "no end marker": ([header("a.txt", 1), padded(b"a")], "truncated: at byte 1024"),
     "cut in a header": ([header("a.txt", 1), padded(b"a"), header("b.txt")[:100]], "truncated: at byte 1024"),
     "cut in a file": ([header("a.txt", 4000), padded(b"a")], "'a.txt' would end at byte 4512"),
     "huge": ([header("a.txt", 8**11 - 1), END], "would end at byte 8589935103"),

@@ -318,7 +318,7 @@ def test_words_and_a_few_distinct_integers_are_classes_and_other_numbers_are_reg
         ("text,label\na,nan\nb,2\n", ["line 2", "'nan'"]),
         ("text,label\na,\nb,2\n", ["line 2", "label"]),
         ("text,label\n ,1\nb,2\n", ["line 2", "text is empty"]),
-        ("text,label\na,x y\nb,z u\nc,v w\n", ["3 different labels in 3 rows"]),
+        ("text,label\na,x y\nb,z u\nc,v w\n", ["3 distinct labels in 3 rows"]),
         ("page_text,label\na,1\n", ["page_text, label", "no text"]),
     ],
 )

@@ -279,12 +279,12 @@ def test_which_devices_a_config_uses(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["a", " "], [0, 1], "texts: number 1 is empty"),
         (["a", 3], [0, 1], "texts: number 1 is of type int"),
-        (["a", "b"], [0], "labels: 1 for 2 texts"),
-        (["a", "b"], None, "labels: 0 for 2 texts"),
+        (["a", "b"], [0], "labels: got 1 for 2 texts"),
+        (["a", "b"], None, "labels: got 0 for 2 texts"),
         ([], [], "texts is empty"),
         (["a", "b", "c"], [1, 1, 1], "all 3 labels are '1'"),
         (["a", "b", "c"], [0.5, 1.5, float("nan")], "labels: number . is nan"),
-        (["a", "a"], [0, 1], "at least 2 different texts"),
+        (["a", "a"], [0, 1], "at least 2 distinct texts"),
     ],
 )
 def test_invalid_texts_and_labels_are_rejected(texts: list[Any], labels: Any, message: str) -> None:

@@ -385,7 +385,7 @@ def test_long_pages_are_cut_and_counted(tmp_path: Path) -> None:
         ({"data_path": None}, None, "columns text and label"),
         ({}, "text,label\n" + "words,same\nother,same\n" * 10, "all 20 labels are"),
         ({}, "text,label\n" + "words,3.5\nother,3.5\n" * 10, "all 20 labels are"),
-        ({"num_eval": 60}, None, "has 60 different pages; some must remain"),
+        ({"num_eval": 60}, None, "has 60 distinct pages; some must remain"),
         ({"num_eval": 59}, None, "all remaining labels are the same"),
     ],
 )

@@ -264,7 +264,7 @@ def test_an_encoder_is_rejected_before_any_data_is_read(tmp_path: Path) -> None:
 
 
 def test_holding_out_too_many_samples_is_rejected(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"num_eval 32: .* has 32 different pages; some must remain"):
+    with pytest.raises(ConfigError, match=r"num_eval 32: .* has 32 distinct pages; some must remain"):
         prepared(tmp_path, num_eval=32)
 
 

@@ -280,7 +280,7 @@ def test_a_signal_while_a_trial_is_prepared_leaves_it_unfinished(
 def test_an_unknown_objective_ends_the_study_and_names_the_metrics(tmp_path: Path) -> None:
     done = run("tune", MOONS, *SEARCH, *SHORT, "--objective", "eval/acc", "--output_dir", "s", cwd=tmp_path)
     assert done.code == 2
-    assert "objective eval/acc is not a number of the evaluation, which has eval/correct, eval/loss" in done.err
+    assert "objective eval/acc is not a metric of the evaluation, which has eval/correct, eval/loss" in done.err
 
 
 @pytest.mark.slow

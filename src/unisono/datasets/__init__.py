@@ -1,7 +1,7 @@
 """Map-style datasets for large data: tar shards, Parquet and Arrow files, folders of files, Hugging Face datasets.
 
-Each has an index on disk, which is built once, and reads one sample at a time. So the sample order,
-which is a pure function of seed and position, works as for any other dataset, and a run resumes at the exact sample.
+Each dataset builds an index on disk once, and then reads single samples by number. The sample order, a pure function of
+seed and position, therefore works as for any other dataset, and a run resumes at the exact sample.
 """
 
 from __future__ import annotations

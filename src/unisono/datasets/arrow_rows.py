@@ -36,7 +36,7 @@ class ArrowRows(RowGroups):
 
 
 class _FileFormat:
-    """A file with a list of its batches at its end. The place of a batch is its number."""
+    """The IPC file format, whose footer lists the batches. A batch is located by its number."""
 
     def __init__(self, file: Any) -> None:
         from pyarrow import ipc
@@ -51,7 +51,7 @@ class _FileFormat:
 
 
 class _StreamFormat:
-    """A sequence of messages without a list. The place of a batch is the offset of its message."""
+    """The IPC stream format, a sequence of messages. A batch is located by the offset of its message."""
 
     def __init__(self, file: Any, source: Source) -> None:
         from pyarrow import ipc
@@ -66,15 +66,15 @@ class _StreamFormat:
         while (place := self._file.tell()) < self._source.size:
             try:
                 message = ipc.read_message(self._file)
-            except EOFError:  # the end mark
+            except EOFError:  # the end-of-stream marker
                 return sizes
             if message.type != "record batch":
                 raise UserError(
-                    f"{self._source.name} has a {message.type}, which cannot be read at any place; write it in Arrow's "
+                    f"{self._source.name} has a {message.type}, which prevents random access; write it in Arrow's "
                     "file format"
                 )
             sizes.append((ipc.read_record_batch(message, self._schema).num_rows, place))
-        raise UserError(f"{self._source.name} cannot be used: it is truncated, it has no end mark")
+        raise UserError(f"{self._source.name} cannot be used: it is truncated (it has no end-of-stream marker)")
 
     def batch(self, place: int) -> Any:
         from pyarrow import ipc

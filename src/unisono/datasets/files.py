@@ -30,8 +30,8 @@ _NAMES, _ENDS, _FOLDERS = "names.npy", "ends.npy", "folders.json"
 class Files(Dataset[Any]):
     """The files of a folder and its subfolders, in the order of their names.
 
-    A sample is a dict: `path` (absolute), `name` (relative to the folder), `folder` (the relative path of the folder
-    that contains it, often its class) and, unless `read` is False, `data`, its content as bytes.
+    A sample is a dict: `path` (absolute), `name` (relative to the folder), `folder` (the relative path of its
+    parent folder, often the class) and, unless `read` is False, `data` (the content as bytes).
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Files(Dataset[Any]):
         transform: Callable[[dict[str, Any]], Any] | None = None,
         index_dir: str | os.PathLike[str] | None = None,
     ) -> None:
-        """`pattern` selects files by their name, such as `*.jpg`. Hidden files and links to folders are left out."""
+        """`pattern`, such as `*.jpg`, selects files by name. Hidden files and links to folders are skipped."""
         self.root, self.pattern, self.read, self.transform = (
             os.path.abspath(os.path.expanduser(root)),
             pattern,
@@ -59,7 +59,7 @@ class Files(Dataset[Any]):
             raise UserError(f"the index of {self.root} cannot be written to {base} ({error.strerror})") from error
         try:
             self._load()
-        except Exception as error:  # numpy raises many kinds for damaged files
+        except Exception as error:  # numpy raises many exception types for damaged files
             raise UserError(f"the index {self._folder} is damaged; delete this folder") from error
 
     def _load(self) -> None:
@@ -68,10 +68,10 @@ class Files(Dataset[Any]):
         with open_regular(self._folder / _FOLDERS) as file:
             described = parse_json(file.read())
         self.folders: list[str] = [name for name, _, count in described if count]
-        """The relative paths of the folders that contain files, in order: the number of a class, for instance."""
+        """The sorted relative paths of the folders that contain files, for instance to number the classes."""
         self._folder_ends: Array = np.cumsum([count for _, _, count in described if count])
         if (self._names.dtype, self._ends.dtype) != (np.uint8, np.uint64) or self._folder_ends[-1] != len(self):
-            raise ValueError("the arrays of the index do not fit each other")
+            raise ValueError("the arrays of the index are inconsistent")
         if any(folder.startswith("/") or ".." in folder.split("/") for folder in self.folders):
             raise ValueError("a folder is outside of the tree")
 
@@ -106,7 +106,7 @@ class Files(Dataset[Any]):
 
 
 def _open_index(base: Path, root: str, pattern: str) -> Path:
-    """The folder of the index of a tree; it is built if there is none, or if a folder of the tree has changed."""
+    """Returns the index folder of a tree; builds the index if it is missing or a folder of the tree has changed."""
     family = base / f"files-1-{_digest([root, pattern])}"
     if (current := _current(family, root)) is not None:
         return current
@@ -117,7 +117,7 @@ def _open_index(base: Path, root: str, pattern: str) -> Path:
 
 
 def _current(family: Path, root: str) -> Path | None:
-    """The index whose folders have the same modification times now, so that no file was added, removed or renamed."""
+    """Returns the index whose folders have unchanged modification times: no file was added, removed or renamed."""
     if not family.is_dir():
         return None
     for version in sorted(family.glob("[0-9a-f]*")):
@@ -138,7 +138,7 @@ def _build(family: Path, root: str, pattern: str) -> Path:
             ends.append(len(names))
         described.append((folder, stamp, len(files)))
     if not ends:
-        raise UserError(f"{root}: there are no files {pattern}")
+        raise UserError(f"{root}: no files match {pattern}")
     target = family / _digest(described)
     if target.exists():
         shutil.rmtree(target, ignore_errors=True)

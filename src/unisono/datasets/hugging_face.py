@@ -20,7 +20,7 @@ class HuggingFace(Dataset[Any]):
     """A split of a dataset of the Hugging Face Hub.
 
     By default, `datasets.load_dataset` downloads it and converts it to Arrow. With `streaming`, nothing is converted:
-    the dataset's Parquet, Arrow or tar files are read where they are, by an index, and only the parts that are needed.
+    unisono indexes the dataset's Parquet, Arrow or tar files where they are, and fetches only the parts that it needs.
     A dataset that `datasets` has loaded already can be passed instead of a name.
     """
 
@@ -36,7 +36,7 @@ class HuggingFace(Dataset[Any]):
         storage_options: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        """`options` are those of `datasets.load_dataset`, such as `data_files` and `revision`."""
+        """`options` are passed to `datasets.load_dataset`, for instance `data_files` and `revision`."""
         self.transform = transform
         if not isinstance(path, str | os.PathLike):
             self._rows = _checked(path)
@@ -55,7 +55,7 @@ class HuggingFace(Dataset[Any]):
         return row if self.transform is None else self.transform(row)
 
     def __getattr__(self, name: str) -> Any:
-        # These exist if the rows are read by an index.
+        # Forwards these attributes, which only indexed rows have.
         if name not in ("block_starts", "will_read", "about_to_read") or "_rows" not in self.__dict__:
             raise AttributeError(name)
         return getattr(self._rows, name)
@@ -73,7 +73,7 @@ def _checked(dataset: Any) -> Any:
 
 
 def _data_files(path: str, name: str | None, split: str, options: Mapping[str, Any]) -> list[str]:
-    """The files of a split, as paths and URLs."""
+    """Returns the files of a split, as paths and URLs."""
     builder = _call("load_dataset_builder", path, name, **options)
     files = builder.config.data_files or {}
     if split not in files:
@@ -86,8 +86,8 @@ def _kind_of(files: list[str], path: str) -> Any:
     if len(suffixes) == 1 and (kind := _BY_SUFFIX.get(next(iter(suffixes)))) is not None:
         return kind
     raise UserError(
-        f"{path} consists of {', '.join(sorted(suffixes)) or 'unknown'} files, which cannot be read at any place; "
-        "remove streaming, and datasets converts them to Arrow"
+        f"{path} consists of {', '.join(sorted(suffixes)) or 'unknown'} files, which have no random access; remove "
+        "streaming, and datasets will convert them to Arrow"
     )
 
 
@@ -95,7 +95,7 @@ def _call(function: str, *arguments: Any, **options: Any) -> Any:
     try:
         import datasets
     except ImportError as error:
-        raise UserError("datasets of Hugging Face need their library; pip install 'unisono[data]'") from error
+        raise UserError("Hugging Face datasets need the package datasets; run: pip install 'unisono[data]'") from error
     try:
         return getattr(datasets, function)(*arguments, **options)
     except Exception as error:

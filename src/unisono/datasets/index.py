@@ -1,12 +1,12 @@
-"""The index of a dataset: for each of its files an array with one row per sample, joined in one file.
+"""The index of a dataset: an array on disk with one row per sample, grouped by file.
 
-An index is built once, by the first process that needs it, while the others wait for its lock. The arrays of finished
-files are stored at once, so a killed build continues. A complete index appears at once and never changes: its name
-contains the sizes and stamps of all files, so a file that changes leads to another index, which takes over the rows of
-the files that have not changed.
+The first process that needs an index builds it, while the others wait for a lock. The rows of each file are saved as
+soon as the file has been scanned, so a build that was killed continues where it stopped. A complete index appears
+atomically and never changes: its name depends on the sizes and stamps of all files. If a file changes, a new index is
+built, which reuses the rows of the unchanged files.
 
-A row is read from the file when it is needed. So the memory of a process does not grow with the index, and an index
-that was removed or truncated is an error instead of the SIGBUS that a memory map would cause.
+Rows are read from disk when they are needed. Therefore the memory of a process does not grow with the index, and an
+index that was removed or truncated raises an error instead of the SIGBUS that a memory map would cause.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from unisono.plain_files import open_regular, parse_json
 Array = np.ndarray[Any, Any]
 
 _ROWS, _COUNTS, _SOURCES = "rows.npy", "counts.npy", "sources.json"
-_THREADS = 8  # that read files to index
+_THREADS = 8  # number of threads that scan files
 _REPORT_S = 30.0  # seconds between two messages about a long build
 
 
@@ -44,10 +44,10 @@ _REPORT_S = 30.0  # seconds between two messages about a long build
 class Kind:
     """What an index contains."""
 
-    name: str  # with a version: a change of the format changes the name
-    dtype: str  # of a row
+    name: str  # includes a version, which changes with the format
+    dtype: str  # dtype of a row
     columns: int
-    unit: str  # what a row stands for, for messages
+    unit: str  # plural noun for the rows, used in messages
     scan: Callable[[Source], Array]  # reads a file and returns its rows
 
 
@@ -70,13 +70,13 @@ class Index:
             or len(self) != len(rows)
             or (counts < 0).any()
         ):
-            raise ValueError("the arrays of the index do not fit each other")
+            raise ValueError("the arrays of the index are inconsistent")
         self.dtype, self.columns, self._begin = rows.dtype, rows.shape[1], rows.offset
         self._file = open_regular(self.folder / _ROWS)
 
     @property
     def rows(self) -> Array:
-        """All rows, memory-mapped: whoever reads many of them has them in memory."""
+        """Returns all rows as a memory map; the rows that a process reads take memory."""
         rows: Array = np.load(self.folder / _ROWS, mmap_mode="r", allow_pickle=False)
         return rows
 
@@ -101,7 +101,7 @@ class Index:
         return int(np.searchsorted(self.ends, index, side="right")), np.frombuffer(data, self.dtype)
 
     def of_file(self, number: int) -> Array:
-        """The rows of a file."""
+        """Returns the rows of a file."""
         end = int(self.ends[number])
         return self.rows[int(self.ends[number - 1]) if number else 0 : end]
 
@@ -114,12 +114,12 @@ class Index:
 
 
 def default_folder() -> Path:
-    """Where indexes are stored if the user names no folder."""
+    """Returns the folder of the indexes if the user chooses none."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "unisono" / "datasets"
 
 
 def open_index(folder: str | os.PathLike[str] | None, kind: Kind, sources: Sequence[Source]) -> Index:
-    """Opens the index of these files, and builds it first if there is none. Several processes may call it at once."""
+    """Opens the index of these files; builds it if it is missing. Several processes may call this at once."""
     root = Path(folder).expanduser().absolute() if folder is not None else default_folder()
     parents = sorted({os.path.dirname(source.name) for source in sources})
     family = root / f"{kind.name}-{_digest(parents)}"
@@ -139,21 +139,21 @@ def open_index(folder: str | os.PathLike[str] | None, kind: Kind, sources: Seque
 
 
 def _opened(folder: Path, kind: Kind) -> Index | None:
-    """The index in a folder; None if there is none, or if it is damaged."""
+    """Returns the index in a folder; None if it is missing or damaged."""
     try:
         index = Index(folder)
-    except Exception:  # numpy raises many kinds for damaged files
+    except Exception:  # numpy raises many exception types for damaged files
         return None
     return index if index.dtype == np.dtype(kind.dtype) and index.columns == kind.columns else None
 
 
 def _built(family: Path, current: Path, kind: Kind, sources: Sequence[Source]) -> Index:
-    with suppress(OSError):  # a damaged index
+    with suppress(OSError):  # moves a damaged index out of the way
         shutil.rmtree(current.rename(temporary_name(current)), ignore_errors=True)
     try:
         _build(family, current, kind, sources)
     except OSError:
-        # On a file system without locks, another process may have built the same index, and removed its parts.
+        # On a file system without locks, another process may have built the same index and removed the partial files.
         if (index := _opened(current, kind)) is not None:
             return index
         raise
@@ -199,7 +199,7 @@ def _scan(source: Source, kind: Kind, part: Path) -> None:
 
 
 def _join(path: Path, arrays: Iterable[Array], kind: Kind) -> list[int]:
-    """Writes the arrays one after another as one array; returns their lengths."""
+    """Writes the concatenated arrays to one file; returns their lengths."""
     counts = []
     with open(path, "xb") as file:
         _write_header(file, 0, kind)
@@ -208,7 +208,7 @@ def _join(path: Path, arrays: Iterable[Array], kind: Kind) -> list[int]:
             counts.append(len(array))
             file.write(np.ascontiguousarray(array).data)
         file.seek(0)
-        _write_header(file, sum(counts), kind)  # numpy leaves room in it for a larger number
+        _write_header(file, sum(counts), kind)  # fits, because numpy pads the header
         assert file.tell() == length
         file.flush()
         os.fsync(file.fileno())
@@ -230,7 +230,7 @@ def _part_of(source: Source, parts: Path, older: dict[tuple[str, ...], tuple[Ind
 
 
 def _older_rows(family: Path, kind: Kind) -> dict[tuple[str, ...], tuple[Index, int]]:
-    """The files whose rows an earlier index contains."""
+    """Returns the files whose rows an earlier index contains."""
     rows: dict[tuple[str, ...], tuple[Index, int]] = {}
     for folder in family.iterdir():
         if folder.name == "parts" or folder.name.startswith(".") or (index := _opened(folder, kind)) is None:

@@ -1,4 +1,4 @@
-"""Locks between processes, held by the kernel: a lock ends with its process, even if that is killed."""
+"""File locks between processes. The kernel releases a lock when its process ends, even if the process is killed."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def locked(path: Path) -> Iterator[None]:
     handle = os.open(path, _FLAGS, 0o666)
     try:
         while not _acquired(handle):
-            time.sleep(_RETRY_S)  # and not a blocking call, which a signal could not end
+            time.sleep(_RETRY_S)  # a signal could not interrupt a blocking call
         yield
     finally:
-        # A process that was forked meanwhile has the file open too, and would hold the lock as long as it lives.
+        # Unlock explicitly: a process forked in the meantime has the file open too, and would hold the lock until it exits.
         with suppress(OSError):
             fcntl.flock(handle, fcntl.LOCK_UN)
         os.close(handle)

@@ -15,16 +15,16 @@ from unisono.storage.file_systems import file_system
 
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
-_MOST = 10**5  # number of files; a larger one is a typing error
+_MOST = 10**5  # maximum number of files; a larger number is probably a typing error
 _DIGITS = 12
 
 
 def expand(
     patterns: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], suffix: str, **options: Any
 ) -> list[str]:
-    """Returns all files that the patterns name, each once, in the order of the patterns; files of a glob are sorted.
+    """Returns the files that the patterns match, in the order of the patterns; the matches of a glob are sorted.
 
-    A local folder stands for the files in it whose names end in `suffix`. `options` are those of fsspec.
+    A local folder stands for its files whose names end in `suffix`. `options` are passed to fsspec.
     """
     several = [patterns] if isinstance(patterns, str | os.PathLike) else list(patterns)
     files: dict[str, None] = {}
@@ -32,14 +32,16 @@ def expand(
         text = os.fspath(pattern)
         singles = list(islice(_braces(text), _MOST + 1))
         if len(singles) > _MOST:
-            raise UserError(f"{shown(text)} stands for more than {_MOST:,} files; correct the range in braces")
+            raise UserError(f"{shown(text)} expands to more than {_MOST:,} files; correct the range in braces")
         for single in singles:
             for file in _glob(single, suffix, options):
                 if file in files:
-                    raise UserError(f"{shown(file)} is named twice; its samples would be read twice")
+                    raise UserError(
+                        f"{shown(file)} is listed twice, so its samples would be read twice; remove one of the two"
+                    )
                 files[file] = None
     if not files:
-        raise UserError("no file is named; pass a path, a pattern such as shards/*.tar, or a list of them")
+        raise UserError("no files were given; pass a path, a pattern such as shards/*.tar, or a list of them")
     return list(files)
 
 

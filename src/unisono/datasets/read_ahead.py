@@ -1,8 +1,8 @@
-"""Reads announced samples ahead: the system those of local files, and threads those of remote files.
+"""Reads announced samples ahead: the operating system reads from local files, and threads read from servers.
 
-The samples of a shuffled order are not adjacent, so the system does not read ahead itself, and a request to a server
-for each sample would have to wait for the one before. Samples are announced in the order in which they are read. At
-most `_MOST_BYTES` of them are read ahead, because they take memory of the machine.
+In a shuffled order, consecutive samples are not adjacent in a file. So the operating system does not read ahead on its
+own, and each request to a server would have to wait for the previous request. Samples are announced in the order in
+which they will be read. At most `_MOST_BYTES` are read ahead, to limit memory use.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
-_MOST_BYTES = 32 * 2**20  # for each process
-_THREADS = 16  # that fetch from servers
+_MOST_BYTES = 32 * 2**20  # per process
+_THREADS = 16  # number of threads that read from servers
 
 
 class ReadAhead:
-    """The announced samples of one process. A copy of it in another process begins without any."""
+    """The announced samples of one process. A copy in another process starts without samples."""
 
     def __init__(self, begin: Callable[[int], int], forget: Callable[[int], object]) -> None:
-        """`begin(index)` begins to read a sample, and returns its bytes; `forget(index)`: it is not read any more."""
+        """`begin(index)` starts to read a sample and returns its size in bytes; `forget(index)` drops the sample."""
         self._begin, self._forget = begin, forget
         self._clear()
 
     def _clear(self) -> None:
         self._waiting: deque[int] = deque()
-        self._ahead: deque[tuple[int, int]] = deque()  # samples that are read ahead, and their bytes
+        self._ahead: deque[tuple[int, int]] = deque()  # index and size in bytes of each sample that is read ahead
         self._bytes = self._misses = 0
         self._owner = os.getpid()
 
     def announce(self, indices: Iterable[int]) -> None:
-        """Adds samples that are read after those announced before."""
-        if self._owner != os.getpid():  # a fork
+        """Appends samples to the announced ones."""
+        if self._owner != os.getpid():  # in a forked process
             self._clear()
         self._waiting.extend(indices)
         self._fill()
 
     def is_read(self, index: int) -> None:
-        """Called after a sample was read: it, and those announced before it, need no more memory."""
+        """Called after a sample was read; drops this sample and the samples announced before it."""
         if any(index == ahead for ahead, _ in self._ahead):
             done, self._misses = -1, 0
             while done != index:
@@ -75,7 +75,7 @@ class ReadAhead:
 
 
 class Fetcher:
-    """Reads samples in threads of this process. A copy of it in another process begins without any."""
+    """Reads samples in threads of this process. A copy in another process starts without samples."""
 
     def __init__(self) -> None:
         self._results: dict[int, Future[bytes]] = {}
@@ -95,7 +95,7 @@ class Fetcher:
             self._jobs.put((self._results[index], read))
 
     def take(self, index: int) -> bytes | None:
-        """The content of a sample, if it was begun and could be read; waits for it. None: read it now."""
+        """Waits for a sample and returns its content; None if it was not begun or failed, so the caller must read it."""
         if self._owner != os.getpid() or (result := self._results.pop(index, None)) is None:
             return None
         with suppress(Exception):  # reading it again reports the error
@@ -123,4 +123,4 @@ def _work(jobs: queue.SimpleQueue[tuple[Future[bytes], Callable[[], bytes]]]) ->
             result.set_result(read())
         except BaseException as error:
             result.set_exception(error)
-        del result, read  # or this thread would keep the content until the next job
+        del result, read  # otherwise this thread would keep the content in memory until the next job

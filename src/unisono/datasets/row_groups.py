@@ -1,8 +1,8 @@
 """Files of tables whose rows are read in groups: the row groups of Parquet, the record batches of Arrow.
 
-The index contains the number of rows of each group. A row is read with its whole group, and the groups that were used
-last stay in memory. So a full shuffle is slow, because it reads a group for every row; `--shuffle_window` reads the
-rows of a group together.
+The index contains the number of rows of each group. Reading a row reads its whole group, and the most recently
+used groups stay in memory. A full shuffle is therefore slow, because it reads a group for every row;
+`--shuffle_window` reads the rows of a group together.
 """
 
 from __future__ import annotations
@@ -102,10 +102,10 @@ class RowGroups(Dataset[Any]):
             table = self._read(self._files[source.url], int(place))
         except UnisonoError:
             raise
-        except Exception as error:  # pyarrow raises many kinds
+        except Exception as error:  # pyarrow raises many exception types
             raise UserError(f"{source.name}: rows cannot be read ({_in_one_line(error)})") from error
         if table.num_rows != expected:
-            raise UserError(f"{source.name} has changed: {expected} rows are expected, and there are {table.num_rows}")
+            raise UserError(f"{source.name} has changed: expected {expected} rows, got {table.num_rows}")
         return table
 
     def _scan(self, source: Source) -> Array:
@@ -117,15 +117,15 @@ class RowGroups(Dataset[Any]):
             raise UserError(f"{source.name} cannot be used ({_in_one_line(error)})") from error
 
     def _opened(self, source: Source) -> Any:
-        """A file, ready to read groups from."""
+        """Returns a file, ready to read groups from."""
         raise NotImplementedError
 
     def _sizes(self, opened: Any) -> list[tuple[int, int]]:
-        """The number of rows of each group of a file, and its place there."""
+        """Returns the number of rows of each group of a file, and its place there."""
         raise NotImplementedError
 
     def _read(self, opened: Any, place: int) -> Any:
-        """A group of a file, as a table."""
+        """Returns a group of a file, as a table."""
         raise NotImplementedError
 
     def __getstate__(self) -> dict[str, Any]:
@@ -152,7 +152,7 @@ class RangeFile(RawIOBase):
         return True
 
     def tell(self) -> int:
-        """The place of the next read."""
+        """Returns the place of the next read."""
         return self._at
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
@@ -169,16 +169,16 @@ class RangeFile(RawIOBase):
         return data
 
     def size(self) -> int:
-        """The number of bytes."""
+        """Returns the number of bytes."""
         return self._source.size
 
 
 def require_pyarrow() -> None:
-    """UserError if pyarrow is not installed."""
+    """Raises UserError if pyarrow is not installed."""
     try:
         import pyarrow  # noqa: F401
     except ImportError as error:
-        raise UserError("Parquet and Arrow files need pyarrow; pip install 'unisono[data]'") from error
+        raise UserError("Parquet and Arrow files need pyarrow; run: pip install 'unisono[data]'") from error
 
 
 def _in_one_line(error: Exception) -> str:

@@ -1,8 +1,8 @@
 """A cache of remote files on a local disk, shared by all processes of a machine and limited in size.
 
-A file is downloaded whole, under a temporary name, by one process at a time, and appears when its size is right. When
-the cache exceeds its limit, the files that have not been used for longest are removed; a process that still reads one
-of them keeps it open. A file that turns out to be damaged is removed and downloaded again.
+One process at a time downloads a file, under a temporary name, and renames it when its size is right. When the cache
+exceeds its limit, the least recently used files are removed; a process that is still reading such a file keeps it open.
+A file that turns out to be damaged is removed and downloaded again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from unisono.datasets.sources import Source
 from unisono.errors import UserError
 from unisono.formatting import format_bytes
 
-_TOUCH_S = 5.0  # seconds between two marks that a file is in use
+_TOUCH_S = 5.0  # minimum seconds between two updates of a file's time of last use
 _ABANDONED_S = 3600.0  # age of a partial file that no living process can still be writing
 _SUFFIX = ".file"
 
@@ -45,7 +45,7 @@ class ShardCache:
         self._owner = os.getpid()
 
     def check(self, sources: Iterable[Source]) -> None:
-        """UserError if the folder cannot be used, or if its limit is less than the largest file."""
+        """Raises UserError if the folder cannot be used, or if the limit is less than the size of the largest file."""
         largest = max(sources, key=lambda source: source.size)
         if largest.size > self.limit:
             raise UserError(
@@ -58,7 +58,7 @@ class ShardCache:
             raise UserError(f"cache_dir {self.folder} cannot be created ({error.strerror})") from error
 
     def local(self, source: Source) -> Source:
-        """Returns the local copy of a remote file, which is downloaded first if it is missing."""
+        """Returns the local copy of a remote file; downloads the file if the copy is missing."""
         path = self._path(source)
         if not self._is_complete(path, source):
             with locked(self.folder / "locks" / path.stem):
@@ -77,7 +77,7 @@ class ShardCache:
             self._path(source).unlink()
 
     def prefetch(self, sources: Iterable[Source]) -> None:
-        """Downloads files in a background thread, in this order; files that are there already cost nothing."""
+        """Downloads files in a background thread, in this order; skips files that are cached already."""
         if self._ahead is None or self._owner != os.getpid():  # a thread does not survive a fork
             self._ahead, self._queued, self._owner = queue.SimpleQueue(), {}, os.getpid()
             threading.Thread(target=self._work, args=(self._ahead,), name="unisono shards", daemon=True).start()
@@ -99,15 +99,15 @@ class ShardCache:
                 self.download(source, str(temporary))
                 size = temporary.stat().st_size
                 if size != source.size:
-                    raise UserError(f"{source.name} has changed: it has {size} bytes now, and had {source.size}")
+                    raise UserError(f"{source.name} has changed: expected {source.size} bytes, got {size}")
         except UserError:
             raise
-        except Exception as error:  # every file system of fsspec raises others
+        except Exception as error:  # each fsspec file system raises different exception types
             reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
             raise UserError(f"{source.name} cannot be copied to {self.folder} ({reason})") from error
 
     def _make_room(self, size: int) -> None:
-        """Removes the files that have not been used for longest, until `size` more bytes fit."""
+        """Removes the least recently used files until `size` more bytes fit."""
         with locked(self.folder / "locks" / "room"):
             files = []
             for entry in os.scandir(self.folder):

@@ -1,4 +1,4 @@
-"""The files of a dataset: local ones, and those that fsspec opens by a URL. Reads ranges of bytes from them."""
+"""Describes the files of a dataset, which are local files or URLs for fsspec, and reads byte ranges from them."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from unisono.storage.file_systems import file_system
 T = TypeVar("T")
 
 _OPEN_FILES = 64  # per process
-_THREADS = 16  # that examine remote files at the same time
-_PATIENCE_S, _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 120.0, 0.25, 10.0  # for a server that cannot be reached
+_THREADS = 16  # number of threads that examine remote files
+_PATIENCE_S, _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 120.0, 0.25, 10.0  # of retries while a server cannot be reached
 _PERMANENT = (UserError, FileNotFoundError, PermissionError, IsADirectoryError, ImportError, TypeError, ValueError)
 _STAMPS = ("ETag", "etag", "generation", "md5Hash", "sha256", "blob_id", "LastModified", "Last-Modified", "mtime")
 
@@ -46,12 +46,12 @@ class Source:
 
     @property
     def is_remote(self) -> bool:
-        """Whether fsspec opens it."""
+        """Whether fsspec opens this file."""
         return is_remote(self.url)
 
 
 def examine(urls: Sequence[str], **options: Any) -> list[Source]:
-    """Looks up the size and the stamp of every file; UserError if one cannot be read."""
+    """Looks up the size and the stamp of every file; raises UserError if a file cannot be read."""
     systems: dict[str, Any] = {}
     for url in urls:
         protocol = url.partition("://")[0]
@@ -73,17 +73,17 @@ def _examined(url: str, system: Any) -> Source:
         info = system.info(url)
     except UserError:
         raise
-    except Exception as error:  # every file system of fsspec raises others
+    except Exception as error:  # each fsspec file system raises different exception types
         reason = error.strerror if isinstance(error, OSError) and error.strerror else type(error).__name__
         raise UserError(f"{shown(url)} cannot be read ({reason})") from error
     stamp = next((str(info[name]) for name in _STAMPS if info.get(name)), "")
     if info.get("size") is None:
-        raise UserError(f"{shown(url)}: the server does not tell its size, so parts of it cannot be read")
+        raise UserError(f"{shown(url)}: the server does not report the file's size, so parts of it cannot be read")
     return Source(url, int(info["size"]), stamp)
 
 
 def is_transient(error: Exception) -> bool:
-    """Whether a request may succeed later: the server cannot be reached, or is overloaded."""
+    """Returns whether a request may succeed later: the server cannot be reached, or is overloaded."""
     status = getattr(error, "status", None) or getattr(error, "code", None)
     if isinstance(status, int) and 400 <= status < 500:
         return status in (408, 429)
@@ -111,7 +111,7 @@ class RangeReader:
         self._reported = -math.inf
 
     def read(self, source: Source, start: int, count: int) -> bytes:
-        """Returns `count` bytes from `start`, or fewer at the end of the file; OSError if it cannot be read."""
+        """Returns `count` bytes from `start`, or fewer at the end of the file; raises OSError on failure."""
         # A damaged index or header may ask for more bytes than there are, or than fit in memory.
         stop = min(start + count, source.size)
         if not source.is_remote:
@@ -124,7 +124,7 @@ class RangeReader:
     def _fetched(self, source: Source, start: int, stop: int) -> bytes:
         data: bytes = self._system(source.url).cat_file(source.url, start=start, end=stop)
         if len(data) != stop - start:
-            raise OSError(f"{source.name}: {stop - start} bytes from {start} on are expected, and {len(data)} arrived")
+            raise OSError(f"{source.name}: expected {stop - start} bytes at offset {start}, got {len(data)}")
         return data
 
     def advise(self, source: Source, start: int, count: int) -> None:
@@ -137,12 +137,12 @@ class RangeReader:
         self._patiently(source, lambda: self._system(source.url).get_file(source.url, path))
 
     def _patiently(self, source: Source, work: Callable[[], T]) -> T:
-        """Tries again, with growing pauses, while a server cannot be reached."""
+        """Calls `work`, and retries with growing pauses while a server cannot be reached."""
         started, pause = time.monotonic(), _FIRST_PAUSE_S
         while True:
             try:
                 return work()
-            except Exception as error:  # every file system of fsspec raises others
+            except Exception as error:  # each fsspec file system raises different exception types
                 if not is_transient(error) or time.monotonic() - started > _PATIENCE_S:
                     if source.url == source.name or isinstance(error, UserError):
                         raise
@@ -153,10 +153,10 @@ class RangeReader:
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
             with self._lock:
-                self._systems = {}  # connects anew
+                self._systems = {}  # reconnects
 
     def _may_report(self) -> bool:
-        """Whether the last message was so long ago that this is another outage."""
+        """Returns whether the last message is so old that this must be a new outage."""
         with self._lock:
             before, self._reported = self._reported, time.monotonic()
         return time.monotonic() - before > _PATIENCE_S
@@ -171,7 +171,7 @@ class RangeReader:
             self._files.move_to_end(source.url)
         status = os.fstat(file.fileno())
         is_other = status.st_size != source.size or source.stamp not in ("", str(status.st_mtime_ns))
-        if is_other or not status.st_nlink:  # a file that was removed or replaced
+        if is_other or not status.st_nlink:  # the file was removed or replaced
             with self._lock:
                 self._files.pop(source.url, None)
             if not is_other:
@@ -198,7 +198,7 @@ _readers: weakref.WeakSet[RangeReader] = weakref.WeakSet()
 
 
 def _renew_locks() -> None:
-    """Replaces locks in a forked process: a thread of the parent may hold them, and does not exist there."""
+    """Replaces locks in a forked process: a thread of the parent, which no longer exists, may have held them."""
     for reader in list(_readers):
         reader._lock = threading.Lock()
 
@@ -207,7 +207,7 @@ os.register_at_fork(after_in_child=_renew_locks)
 
 
 def read_exactly(file: FileIO, start: int, count: int) -> bytes:
-    """Reads from a local file; a single read may return less than is there."""
+    """Reads `count` bytes, or up to the end of a local file, because a single read may return less."""
     data = os.pread(file.fileno(), count, start)
     while len(data) < count:
         more = os.pread(file.fileno(), count - len(data), start + len(data))

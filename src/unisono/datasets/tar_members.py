@@ -1,4 +1,4 @@
-"""Walks over the members of a tar file without extracting anything.
+"""Iterates over the members of a tar file without extracting anything.
 
 Python's tarfile reads extension headers of any size into memory and follows links. This reader trusts nothing: every
 header must have a valid checksum, extension headers are small, and a member must lie within the file. It returns
@@ -19,7 +19,7 @@ _MAGIC = {b"\x1f\x8b": "gzip", b"BZ": "bzip2", b"\xfd7": "xz", b"\x28\xb5": "zst
 
 
 class TarError(ValueError):
-    """The file is not a complete tar file; the message says why."""
+    """Raised if a file is not a complete tar file; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Member:
 def members(read: Callable[[int, int], bytes], size: int, *, whole: bool = True) -> Iterator[Member]:
     """Yields the regular files of a tar file of `size` bytes; `read(start, count)` returns bytes of it.
 
-    `whole=False` reads a section of a tar file, which has no end mark.
+    `whole=False` reads a section of a tar file, which has no end-of-archive marker.
     """
     offset = 0
     while whole or offset < size:
@@ -49,10 +49,10 @@ def members(read: Callable[[int, int], bytes], size: int, *, whole: bool = True)
             block = read(offset, BLOCK)
             if offset == 0 and block[:2] in _MAGIC:
                 raise TarError(
-                    f"it is compressed with {_MAGIC[block[:2]]}; decompress it, to read samples at any place"
+                    f"it is compressed with {_MAGIC[block[:2]]}; decompress it, because random access needs a plain file"
                 )
             if len(block) < BLOCK:
-                raise TarError(f"it is truncated: at byte {offset} another member or the end mark is expected")
+                raise TarError(f"it is truncated: expected a member or the end marker at byte {offset}")
             if block == _ZEROS:
                 return
             kind, length = _parse(block, offset)
@@ -90,7 +90,7 @@ def members(read: Callable[[int, int], bytes], size: int, *, whole: bool = True)
 
 
 def _parse(block: bytes, offset: int) -> tuple[bytes, int]:
-    """The type and the size in a header."""
+    """Returns the type and the size in a header."""
     sums = sum(block) - sum(block[148:156]) + 8 * 32
     try:
         is_valid = int(block[148:156].rstrip(b"\0 ").lstrip(b" ") or b"x", 8) == sums
@@ -99,9 +99,7 @@ def _parse(block: bytes, offset: int) -> tuple[bytes, int]:
     if not is_valid:
         if offset == 0 and block[:2] in _MAGIC:
             kind = _MAGIC[block[:2]]
-            raise TarError(
-                f"it is compressed with {kind}; samples can only be found in a plain tar file: decompress it"
-            )
+            raise TarError(f"it is compressed with {kind}; decompress it, because random access needs a plain file")
         raise TarError(f"at byte {offset} there is no tar header")
     field = block[124:136]
     if field[0] & 0x80:  # a size of more than 8 GiB, as a binary number

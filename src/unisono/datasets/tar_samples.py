@@ -58,7 +58,7 @@ def samples(read: Callable[[int, int], bytes], size: int, *, whole: bool = True)
 
 
 def split_name(name: str) -> tuple[str, str] | None:
-    """The key and the field of a member; None if it belongs to no sample."""
+    """Returns the key and the field of a member; None if it belongs to no sample."""
     name = name.removeprefix("./")
     folder, slash, base = name.rpartition("/")
     stem, dot, extension = base.partition(".")

@@ -21,7 +21,7 @@ from unisono.datasets.tar_samples import TarSample, samples
 from unisono.errors import UserError
 
 _MOST_BLOCKS = 2**32  # a row stores numbers of 512-byte blocks in 32 bits, for shards of up to 2 TiB
-_ATTEMPTS = 20  # to read a shard that other processes remove from the cache
+_ATTEMPTS = 20  # attempts to read a shard that other processes remove from the cache
 _AHEAD = 2**18  # bytes that indexing reads at a time
 
 
@@ -29,8 +29,8 @@ class TarShards(Dataset[Any]):
     """Samples in tar files, in the layout of WebDataset: files that share a key are the fields of a sample.
 
     `shards` are paths, patterns (`train/*.tar`), brace ranges (`train-{000..099}.tar`), folders, or URLs that fsspec
-    opens. A sample is a dict of bytes by field, with its key as `__key__`; `transform`, a function of a module, turns
-    it into what the recipe needs. With `fields`, a sample has only these fields, and it is an error if one is missing.
+    opens. A sample is a dict of bytes by field, with its key as `__key__`; `transform`, a module-level function,
+    converts it to what the recipe needs. `fields` selects the fields to read; a sample that lacks one is an error.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class TarShards(Dataset[Any]):
         cache_dir: str | os.PathLike[str] | None = None,
         cache_bytes: int = 100 * 2**30,
     ) -> None:
-        """The index of the shards is built in `index_dir` when it is missing; `storage_options` are those of fsspec.
+        """Builds the index of the shards in `index_dir` if it is missing; passes `storage_options` to fsspec.
 
         With `cache_dir`, remote shards are copied to this folder before they are read, up to `cache_bytes`.
         """
@@ -77,7 +77,7 @@ class TarShards(Dataset[Any]):
         return self._index.starts
 
     def will_read(self, indices: Array) -> None:
-        """Called by the loader with samples that it reads soon, so that their shards are fetched in the background."""
+        """Called by the loader with samples that it will read soon; fetches their shards in the background."""
         if self._cache is None:
             return
         numbers = np.searchsorted(self._index.ends, indices, side="right")
@@ -90,17 +90,17 @@ class TarShards(Dataset[Any]):
         self._cache.prefetch([shard for shard in soon if shard.is_remote])
 
     def about_to_read(self, indices: Sequence[int]) -> None:
-        """Called by the loader with samples in the order in which it reads them, so that the disk reads them ahead."""
+        """Called by the loader with the next samples in reading order; starts to read them ahead."""
         self._ahead.announce(index for index in indices if 0 <= index < len(self))
 
     def _begin(self, index: int) -> int:
-        """Begins to read a sample; returns its bytes."""
+        """Starts to read a sample; returns its size in bytes."""
         number, (first, blocks) = self._index.locate(index)
         shard, start, count = self.shards[number], int(first) * BLOCK, int(blocks) * BLOCK
         if not shard.is_remote:
             self._reader.advise(shard, start, count)
         elif self._cache is not None:
-            return 0  # whole shards are fetched ahead
+            return 0  # nothing to do: the cache fetches whole shards ahead
         else:
             self._fetcher.begin(index, lambda: self._reader.read(shard, start, count))
         return count
@@ -124,7 +124,7 @@ class TarShards(Dataset[Any]):
         except TarError as error:
             raise UserError(f"{shard.name}: the sample at byte {start} cannot be read: {error}") from error
         if len(found) != 1 or (found[0].start, found[0].end) != (0, length):
-            raise UserError(f"{shard.name} has changed: there is another sample at byte {start} than in the index")
+            raise UserError(f"{shard.name} has changed: the sample at byte {start} differs from the index")
         return found[0], data
 
     def _read(self, shard: Source, start: int, count: int) -> bytes:
@@ -136,7 +136,7 @@ class TarShards(Dataset[Any]):
         raise UserError(f"{shard.name} is removed from the cache before it can be read; raise cache_bytes")
 
     def _rows(self, shard: Source) -> Array:
-        """The first block and the number of blocks of each sample in a shard."""
+        """Returns the first block and the number of blocks of each sample in a shard."""
         if shard.size > _MOST_BLOCKS * BLOCK:
             raise UserError(f"{shard.name} is larger than 2 TiB; split it")
         ahead = _AHEAD if shard.is_remote and self._cache is None else 0
@@ -161,7 +161,7 @@ class TarShards(Dataset[Any]):
 
 
 class Buffered:
-    """Reads small pieces in ascending order, in portions of at least `ahead` bytes."""
+    """Serves small reads in ascending order from chunks of at least `ahead` bytes."""
 
     def __init__(self, read: Callable[[Source, int, int], bytes], shard: Source, ahead: int) -> None:
         self._read, self._shard, self._ahead = read, shard, ahead

@@ -36,7 +36,9 @@ def check_address(address: str) -> None:
         )
     port = address.rpartition(":")[2]
     if re.fullmatch(r"[^\s:]+:[0-9]{1,5}|\[[0-9a-fA-F:]+\]:[0-9]{1,5}", address) is None or not 1 <= int(port) <= 65535:
-        raise ConfigError(f"the address of a Ray cluster is HOST:PORT, for instance head-node:6379, not {address!r}")
+        raise ConfigError(
+            f"address of the Ray cluster: expected HOST:PORT, for instance head-node:6379, got {address!r}"
+        )
 
 
 @contextlib.contextmanager
@@ -59,8 +61,8 @@ def connected(address: str | None) -> Iterator[None]:
     handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)}
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about variables of Ray that have no effect on unisono's ranks
-            # The driver itself forwards the output of the machines: Ray's own way would drop repeated lines.
+            warnings.simplefilter("ignore")  # Ray's variables have no effect on unisono's ranks
+            # The driver forwards the output of the machines itself, because Ray would drop repeated lines.
             ray.init(address=address or "auto", log_to_driver=False, logging_level=logging.ERROR)
     except Exception as error:
         where = f" at {address}" if address else ""
@@ -73,7 +75,7 @@ def connected(address: str | None) -> Iterator[None]:
         if in_main_thread:
             for signum, handler in handlers.items():
                 if handler is not None:
-                    signal.signal(signum, handler)  # ray.init replaces them
+                    signal.signal(signum, handler)  # ray.init replaces the handlers
     try:
         yield
     finally:
@@ -81,7 +83,7 @@ def connected(address: str | None) -> Iterator[None]:
 
 
 def _check_reachable(address: str) -> None:
-    """Tries to connect, because ray.init would try for minutes."""
+    """Raises an error at once if nothing answers at the address; ray.init would retry for minutes."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()

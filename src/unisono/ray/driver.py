@@ -26,7 +26,7 @@ from unisono.ray.placement import Needs, Place
 
 _WAIT_S = 0.3
 _LOST = -1  # exit status of a machine that was lost while the run was stopping
-_KILL_AFTER_S = 10.0  # seconds after a second signal until the actors of machines that have not ended are killed
+_KILL_AFTER_S = 10.0  # seconds between a second signal and killing the actors of machines that are still running
 
 
 @dataclass
@@ -96,7 +96,7 @@ class Driver:
         options = {
             "num_cpus": self._needs.ranks,
             "num_gpus": self._needs.gpus,
-            "max_restarts": 0,  # the driver creates a new actor, and says so
+            "max_restarts": 0,  # the driver creates a new actor itself, and prints a message
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
                 member.place.group, placement_group_bundle_index=member.place.bundle
             ),
@@ -121,7 +121,7 @@ class Driver:
             member.actor.signal.remote(self._signals[0])
         member.node, member.node_id = report["node"], report["node_id"]
         is_main = member.number == min(each.number for each in self._members if each.node)
-        # After the end of the run, other machines have nothing to say, such as one that comes too late.
+        # Once the run has a result, drops the output of other machines, such as a machine that joins too late.
         for stream, line in report["lines"] if is_main or self.result is None else []:
             self._output.write(member.number, stream, line, is_main=is_main)
         status = report["exit"]
@@ -187,9 +187,9 @@ class Driver:
 
 
 def exit_code(codes: Collection[int]) -> int:
-    """The exit code of a run whose launchers ended with these codes."""
-    # The ranks of a round end together, so one launcher that ended well speaks for the run. A machine that Ray placed
-    # too late fails, because there is nothing left to join.
+    """Returns the exit code of a run whose launchers ended with these codes."""
+    # All ranks of a round end together, so one launcher that ended well is enough. A machine that Ray placed too late
+    # fails, because it has nothing left to join.
     for code in (EXIT_STOPPED, EXIT_DONE, EXIT_USER_ERROR):
         if code in codes:
             return code

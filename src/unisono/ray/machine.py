@@ -1,7 +1,7 @@
 """The Ray actor that represents one machine of a run; it runs unisono's launcher in a separate process.
 
 The launcher has its own process because it handles signals and because torch's elastic agent must run in a main thread.
-It dies with the actor, and its ranks die with it, whether Ray kills the actor, its node is lost or the driver ends.
+It dies with the actor, and its ranks with it, whether Ray kills the actor, the node is lost or the driver ends.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from unisono.errors import EXIT_USER_ERROR
 
 _POLL_S = 0.5
 _END_OF_OUTPUT_S = 5.0  # seconds for the output to end after the launcher; a process of the recipe may hold the pipe
-_MOST_LINES = 20_000  # if the driver does not fetch them, older lines are dropped
+_MOST_LINES = 20_000  # maximum number of lines to buffer; older lines are dropped
 
 
 class Report(TypedDict):
@@ -50,11 +50,11 @@ class Machine:
         self._result_text: str | None = None
         if not os.path.isdir(folder):
             self._refuse(
-                f"the folder {folder}, in which the command was started, does not exist on this node; start it in a "
-                "folder on a file system that all nodes share"
+                f"the folder {folder}, in which the command was started, does not exist on this node; start "
+                "the command in a folder on a file system that all nodes share"
             )
             return
-        # The driver chooses the secret of the run, and two sources of it would be an error.
+        # Drops the secret file of this node: the driver passes the run's secret, and two sources would be an error.
         inherited = {name: value for name, value in os.environ.items() if name != SECRET_FILE}
         self._result, write_end = os.pipe()
         self._process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""The program that `Machine` starts on its node: unisono's launcher, for a job that stdin contains as JSON.
+"""The program that `Machine` starts on its node: unisono's launcher, for a job that it reads from stdin as JSON.
 
 The job has the keys `recipe` (a reference), `resolved` (the settings of the run on this machine), `typed` (paths as the
 user typed them) and `result_to` (the file descriptor of a pipe for the result).
@@ -51,8 +51,8 @@ def _launch(job: dict[str, Any]) -> int:
     output = Path(resolved.values["output_dir"])
     if not (output / LOCK).exists():  # the driver has locked the folder
         raise UserError(
-            f"output_dir {output} is not the same folder on the node {os.uname().nodename} as where the run was "
-            "started; a run on Ray needs one on a file system that all nodes share"
+            f"output_dir {output} is a different folder on the node {os.uname().nodename} than on the node of the "
+            "driver; choose a folder on a file system that all nodes share"
         )
     plan = plan_devices(resolved)
     result = launch_recipe(job["recipe"], plan.applied_to(resolved), plan, has_driver=True)

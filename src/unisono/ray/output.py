@@ -17,7 +17,7 @@ class MergedOutput:
         self._num_seen: defaultdict[int, Counter[str]] = defaultdict(Counter)  # by machine
 
     def write(self, machine: int, stream: str, line: str, *, is_main: bool) -> None:
-        """Prints a line; `is_main`: it comes from the machine of rank 0, whose lines are printed without a prefix."""
+        """Prints a line; `is_main`: it comes from the machine of rank 0, and is printed without a prefix."""
         if line.startswith(_OWN):
             self._num_seen[machine][line] += 1
             if self._num_seen[machine][line] <= self._num_printed[line]:

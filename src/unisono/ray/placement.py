@@ -1,9 +1,9 @@
 """Requests the machines of a run from Ray, and waits until Ray has placed them.
 
-All machines are one placement group, so that two runs never wait for each other with half of their machines each. Ray
-spreads it over the nodes, and finds a new place for the machines of a node that is lost. If a run accepts fewer
-machines (`--nnodes 1:4`) and Ray has no room for all, the group has the minimum, and each further machine is a group of
-its own, which Ray places when it has room.
+All machines of a run are bundles of one placement group, so that two runs cannot deadlock with half of their machines
+each. Ray spreads the bundles over the nodes, and moves the bundles of a lost node to another node. If a run accepts
+fewer machines (`--nnodes 1:4`) and Ray has no room for all of them, the group contains only the minimum. Each further
+machine is then a group of its own, which Ray places as soon as a node has room.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from unisono.errors import ConfigError, TrainingFailed
 from unisono.formatting import format_count
 from unisono.settings import Settings
 
-_ALL_S = 30.0  # seconds that Ray has to place all machines before a run with fewer begins, as between launchers
+_ALL_S = 30.0  # seconds to wait for all machines before a run begins with fewer; as without Ray
 _MESSAGE_AFTER_S = 10.0
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What one machine of a run needs."""
+    """The resources that one machine of a run needs."""
 
     ranks: int
     gpus: int
 
     @property
     def bundle(self) -> dict[str, float]:
-        """Resources in Ray's terms: a CPU per rank, and the GPUs."""
+        """Returns the resources as a bundle of Ray: one CPU per rank, and the GPUs."""
         return {"CPU": float(self.ranks), **({"GPU": float(self.gpus)} if self.gpus else {})}
 
     def describe(self) -> str:
@@ -49,7 +49,7 @@ class Place:
 
 
 def needs_of(resolved: Resolved, fewest: int) -> Needs:
-    """What each machine needs, by --gpus and --nproc; without either, the GPUs of the cluster's nodes."""
+    """Returns the needs of a machine, from --gpus and --nproc; by default, all GPUs of a node."""
     settings = resolved.build(Settings)
     launch, text = settings.launch, settings.launch.gpus.strip()
     if launch.nproc is not None and not resolved.explicit("gpus"):
@@ -66,7 +66,7 @@ def needs_of(resolved: Resolved, fewest: int) -> Needs:
 
 
 def _gpus_per_node(machines: int) -> int:
-    """The largest number of GPUs that as many nodes as there are machines have."""
+    """Returns the largest number of GPUs that each of `machines` nodes can provide."""
     import ray
 
     counts = sorted((int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]), reverse=True)

@@ -28,10 +28,10 @@ _RAY_DECIDES = ("node_rank", "rdzv_endpoint")
 def train(recipe: type[Recipe] | str, config: Any = None, *, address: str | None = None, **settings: Any) -> Any:
     """Trains a recipe on a Ray cluster and returns the same result as `unisono.train`.
 
-    Call it in a driver of Ray, such as a script that `ray job submit` runs. `address` is HOST:PORT of the cluster; by
-    default it is the one that this program is connected to, that of RAY_ADDRESS, or that of this machine. `nnodes`,
-    `nproc` and `gpus` say how many machines and ranks; all other arguments are those of `unisono.train`. The recipe
-    must be defined in a file that all nodes can import.
+    Call it in a driver of Ray, such as a script that `ray job submit` runs. `address` is HOST:PORT of the cluster; the
+    default is the cluster that this program is connected to, the cluster of RAY_ADDRESS, or the cluster of this
+    machine. `nnodes`, `nproc` and `gpus` set the number of machines and ranks; all other arguments are those of
+    `unisono.train`. The recipe must be defined in a file that all nodes can import.
     """
     try:
         return start_on_ray(*configured(recipe, config, settings), address)
@@ -44,7 +44,7 @@ def without_machines(resolved: Resolved) -> Resolved:
     """Returns the settings to check before Ray has chosen machines; rejects settings that Ray's driver sets itself."""
     for name in _RAY_DECIDES:
         if resolved.explicit(name):
-            raise ConfigError(f"{name}: on Ray the driver decides; remove it")
+            raise ConfigError(f"{name}: the Ray driver sets this itself; remove it")
     machines(resolved.build(Settings).launch)  # rejects an invalid nnodes
     return resolved.with_values("default", nnodes=1)
 
@@ -89,12 +89,12 @@ def _train(reference: str, resolved: Resolved, fewest: int, most: int) -> Any:
         cleanup.callback(lock.release)
         cleanup.enter_context(shown_in_notebook(Path(resolved.values["output_dir"])))
         places = cleanup.enter_context(placed(needs, fewest, most, launch.join_timeout, print_line))
-        secret = secrets.token_hex(32)  # so that only the machines of this run take part in it
+        secret = secrets.token_hex(32)  # so that only the machines of this run can join
         host = RendezvousHost(
             0, fewest, most, launch.max_restarts, outside=True, secret=secret.encode(), print_line=print_line
         )
         cleanup.callback(host.shut_down)
-        # A scheduler of GPUs may hide them from the driver, so each machine finds its own.
+        # A scheduler may hide the GPUs from the driver, so each machine detects its own GPUs.
         on_machine = resolved.with_values("flag", gpus="all") if needs.gpus else resolved
         if not needs.gpus and (launch.nproc is None or resolved.explicit("gpus")):
             on_machine = resolved.with_values("flag", gpus="0")

@@ -112,7 +112,7 @@ def _history(study: Study) -> Chart | None:
 
 
 def _curves(study: Study) -> Chart | None:
-    """The evaluations of all trials; the best trial's curve is highlighted."""
+    """Draws the evaluations of all trials and highlights the best trial's curve."""
     lines = []
     for trial in study.trials[-_MAX_CURVES:]:
         points = [(float(step), value) for step, value in trial.evaluations if math.isfinite(value)]
@@ -136,7 +136,7 @@ def _importance(study: Study) -> Markup | None:
 
 
 def _slice(study: Study, name: str) -> list[Chart | Markup]:
-    """The objective over one setting."""
+    """Draws the objective over one setting."""
     trials = [trial for state in ("complete", "pruned") for trial in _points(study, state) if name in trial.params]
     if not trials:
         return []
@@ -157,7 +157,7 @@ def _slice(study: Study, name: str) -> list[Chart | Markup]:
 
 
 def _choices(study: Study, name: str) -> list[Chart | Markup]:
-    """The best objective of each choice."""
+    """Draws the best objective of each choice."""
     better = min if study.direction == "minimize" else max
     values: dict[str, list[float]] = {choice: [] for choice in study.search[name].split("|")}
     for trial in _points(study, "complete"):
@@ -167,7 +167,7 @@ def _choices(study: Study, name: str) -> list[Chart | Markup]:
 
 
 def _ranked(study: Study) -> list[TrialResult]:
-    """All trials: complete ones from best to worst, then the others."""
+    """Returns all trials: complete ones from best to worst, then the others."""
     sign = 1 if study.direction == "minimize" else -1
     order = {"complete": 0, "pruned": 1, "failed": 2, "unfinished": 3}
 
@@ -195,6 +195,6 @@ def _shown(value: object) -> str:
 
 
 def table_rows(study: Study, most: int) -> tuple[list[str], list[list[str]]]:
-    """The heads and the first rows of the table of trials, for the terminal."""
+    """Returns the column heads and the first `most` rows of the table of trials, for the terminal."""
     heads = ["trial", "outcome", study.objective, "step", *study.search, "time"]
     return heads, [_row(study, trial)[:-1] for trial in _ranked(study)[:most]]

@@ -1,4 +1,4 @@
-"""What a study searches, and the file study.json, by which a later start recognises the same study."""
+"""Defines what a study searches, and writes study.json, by which a later start recognises the same study."""
 
 from __future__ import annotations
 
@@ -86,17 +86,17 @@ class StudyPlan:
     objective: str
     direction: str
     base: Resolved = field(repr=False)
-    """The settings of the trials; those that are searched have their first value."""
+    """The settings of the trials; searched settings have their first value."""
     source: SettingsSource
 
     @property
     def seed(self) -> int:
-        """The seed of the trials, from which the sampler's random numbers follow too."""
+        """The seed of the trials; the sampler's random numbers also depend on it."""
         return int(self.base.values["seed"])
 
     @property
     def max_steps(self) -> int | None:
-        """Number of steps of a trial, if a setting says so."""
+        """Number of steps of a trial, if a setting defines it."""
         return self.base.values["max_steps"] if self.base.values["num_epochs"] is None else None
 
     def identity(self) -> dict[str, Any]:
@@ -135,7 +135,7 @@ class StudyPlan:
         write_atomically(folder / STUDY, json.dumps(record, indent=2) + "\n", durable=True, one_writer=True)
 
     def check_same(self, folder: Path) -> bool:
-        """Whether the folder contains this study; raises ConfigError if it contains another one."""
+        """Returns whether the folder contains this study; raises ConfigError if it contains another one."""
         record = read_study(folder)
         if record is None:
             return False

@@ -52,7 +52,7 @@ class Numbers:
         return self.shown(self.low), self.shown(self.high)
 
     def shown(self, value: float) -> str:
-        """A value of this range as a flag takes it."""
+        """Returns a value of this range as text for a flag."""
         return str(int(value)) if self.whole else repr(float(value))
 
 
@@ -74,7 +74,7 @@ class Choices:
         return self.values
 
     def shown(self, value: str) -> str:
-        """A value as a flag takes it."""
+        """Returns a value as text for a flag."""
         return value
 
 
@@ -111,7 +111,7 @@ def read_space(field: Field, values: object) -> Space:
 def _choices(field: Field, values: list[str]) -> Choices:
     distinct = tuple(dict.fromkeys(values))
     if len(distinct) < 2:
-        raise ConfigError(f"search {field.name}: the search space is empty; give at least two different choices")
+        raise ConfigError(f"search {field.name}: the search space is empty; give at least two distinct choices")
     for value in distinct:
         try:
             coerce(field.annotation, RawText(value))
@@ -130,7 +130,7 @@ def _numbers(field: Field, text: str, match: re.Match[str]) -> Numbers:
     log = match["log"] is not None
     if low >= high:
         raise ConfigError(
-            f"search {field.name}: the search space is empty, because {text} does not rise; swap its ends"
+            f"search {field.name}: the search space is empty, because {text} is not ascending; swap its ends"
         )
     if log and low <= 0:
         raise ConfigError(f"search {field.name}: a logarithmic range must begin above 0, got {text}")
@@ -152,7 +152,7 @@ def _number(field: Field, text: str, whole: bool) -> float:
 
 
 def _spelled(value: Any) -> str:
-    """A Python value as a flag takes it."""
+    """Returns a Python value as text for a flag."""
     plain = jsonable(value)
     if plain is None or isinstance(plain, bool):
         return str(plain).lower()

@@ -3,8 +3,8 @@
 The database is study.db (SQLite), or study.log if several processes work on the study: Optuna's journal, whose locks
 also work on network file systems.
 
-A sampler's random numbers follow from (seed, trial, setting) instead of from the sampler's state. So a study that was
-killed goes on with the same values as one that was not, even if the kill came while a trial's values were drawn.
+A sampler's random numbers depend on (seed, trial, setting), not on the sampler's state. A study that was killed
+therefore continues with the same values as an uninterrupted study, even if it was killed while drawing values.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class Trial:
 
     number: int
     values: Mapping[str, str]
-    """The values of the searched settings, as flags take them."""
+    """The values of the searched settings, as text for flags."""
     is_new: bool
     """Whether the trial has just been created, rather than continued after a kill."""
     last_step: int
-    """The last step whose evaluation the study knows; -1 without one."""
+    """The last step whose evaluation was recorded; -1 if there is none."""
 
 
 class Storage:
@@ -70,7 +70,7 @@ class Storage:
         return len(self._study.get_trials(deepcopy=False))
 
     def finished(self) -> list[FrozenTrial]:
-        """All finished trials, in order."""
+        """Returns all finished trials, in order."""
         return [trial for trial in self._study.get_trials(deepcopy=False) if trial.state.is_finished()]
 
     def unfinished(self) -> list[int]:
@@ -104,7 +104,7 @@ class Storage:
         self._trials[number].report(value, step)
 
     def should_prune(self, number: int) -> bool:
-        """Whether the trial's last evaluation is so bad that the trial should stop."""
+        """Returns whether the trial's last evaluation is so bad that the trial should stop."""
         return bool(self._study.pruner.prune(self._study, self._frozen(number)))
 
     def complete(self, number: int, value: float, **notes: Any) -> None:
@@ -126,7 +126,7 @@ class Storage:
         self._study.tell(self._trials.pop(number), state=self._optuna.trial.TrialState.FAIL)
 
     def best(self) -> FrozenTrial | None:
-        """The best complete trial."""
+        """Returns the best complete trial."""
         return best_of(self.finished(), self._plan.direction)
 
     def close(self) -> None:
@@ -162,7 +162,7 @@ def load_optuna() -> Any:
 
 
 def has_database(folder: Path) -> bool:
-    """Whether the folder contains the database of a study."""
+    """Returns whether the folder contains the database of a study."""
     return (folder / DATABASE).is_file() or (folder / JOURNAL).is_file()
 
 
@@ -180,21 +180,21 @@ def open_database(folder: Path, *, shared: bool) -> optuna.storages.BaseStorage:
 
 
 def close_database(database: optuna.storages.BaseStorage) -> None:
-    """Closes what `open_database` has opened."""
+    """Closes a database that `open_database` opened."""
     database.remove_session()
     if hasattr(database, "engine"):  # SQLite
         database.engine.dispose()
 
 
 def database_url(file: Path) -> str:
-    """The address of an SQLite file for SQLAlchemy."""
+    """Returns the address of an SQLite file for SQLAlchemy."""
     from sqlalchemy.engine import URL
 
     return URL.create("sqlite", database=str(file.resolve())).render_as_string()
 
 
 def best_of(trials: list[FrozenTrial], direction: str) -> FrozenTrial | None:
-    """The best complete trial; the first one of several equal ones."""
+    """Returns the best complete trial; the first of several equal trials."""
     complete = [trial for trial in trials if trial.state.name == "COMPLETE" and trial.value is not None]
     if not complete:
         return None

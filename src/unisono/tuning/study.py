@@ -1,4 +1,4 @@
-"""What a study has found: its trials, the best one, and the command that trains it again."""
+"""The results of a study: its trials, the best trial, and the command that trains the best trial again."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class TrialResult:
     params: Mapping[str, Any]
     """The values of the searched settings."""
     value: float | None
-    """The objective: of the last evaluation for a complete or pruned trial."""
+    """The objective at the last evaluation of a complete or pruned trial."""
     step: int | None
     """The step of the last evaluation."""
     evaluations: Sequence[tuple[int, float]]
@@ -65,7 +65,7 @@ class Study:
     trials: Sequence[TrialResult]
     best: TrialResult | None
     importances: Mapping[str, float] = field(default_factory=dict)
-    """How much each searched setting explains of the objective, by PED-ANOVA; empty if there are too few trials."""
+    """The importance of each searched setting for the objective (PED-ANOVA); empty if there are too few trials."""
 
     def count(self, state: str) -> int:
         """Number of trials in a state: complete, pruned, failed or unfinished."""
@@ -77,7 +77,7 @@ class Study:
         return len(self.trials) - self.count("unfinished")
 
     def best_command(self) -> str | None:
-        """The command that trains the best trial again, with the same effective batch on any number of devices."""
+        """Returns the command that trains the best trial again, with the same effective batch on any devices."""
         return None if self.best is None else shlex.join(self._best_words(self.best))
 
     def _best_words(self, best: TrialResult) -> list[str]:

@@ -1,8 +1,8 @@
-"""Which process may decide about a study, and which one trains which trial.
+"""Locks that determine which process decides about a study, and which process trains each trial.
 
-A study that one process works on is locked as a whole. In a shared one, a process takes that lock only while it decides
-about a trial, and holds a lock of its own for each trial that it trains. All of these are locks of the kernel: those of
-a process that dies are released.
+If a study is not shared, one process holds the lock of the whole study. In a shared study, a process holds this lock
+only while it decides about a trial, and holds a separate lock for each trial that it trains. If a process dies, the
+kernel releases its locks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class StudyLock:
 
     @contextmanager
     def whole_study(self) -> Iterator[None]:
-        """Holds the lock of a study that is not shared; at its end, this process trains no trial any more."""
+        """Holds the lock of a study that is not shared; afterwards, this process trains no trial."""
         lock = FolderLock(self._folder)
         if not self.shared:
             lock.take()
@@ -43,7 +43,7 @@ class StudyLock:
 
     @contextmanager
     def decision(self) -> Iterator[None]:
-        """Excludes other processes for a moment."""
+        """Holds the lock of a shared study while this process decides about a trial."""
         if not self.shared:
             yield
             return
@@ -55,7 +55,7 @@ class StudyLock:
             lock.release()
 
     def claim(self, number: int) -> bool:
-        """Whether this process may train the trial: no other process does, nor has this one begun it already."""
+        """Claims a trial; returns False if another process trains it, or if this process has begun it already."""
         if number in self._claims:
             return False
         lock = FolderLock(self._folder / CLAIMS / f"{number:04d}")
@@ -68,8 +68,8 @@ class StudyLock:
         return True
 
     def release(self, number: int) -> None:
-        """Ends the claim of a trial, which has finished."""
+        """Releases the claim of a finished trial."""
         self._claims.pop(number).release()
         for folder in (self._folder / CLAIMS / f"{number:04d}", self._folder / CLAIMS):
-            with suppress(OSError):  # it does not exist, or it contains the locks of others
+            with suppress(OSError):  # it does not exist, or it contains locks of other processes
                 folder.rmdir()

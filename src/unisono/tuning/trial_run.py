@@ -21,20 +21,20 @@ from unisono.plain_files import read_json
 
 TRIALS = "trials"
 MAX_RESTARTS = 3
-"""Number of times that a trial is started again after a signal ended it."""
+"""Maximum number of restarts of a trial after a signal ended it."""
 
 
 class NoObjective(UserError):
-    """The evaluation of a trial has no metric of the objective's name."""
+    """Raised if the evaluation of a trial has no metric with the objective's name."""
 
 
 def folder_of(study: Path, number: int) -> Path:
-    """The run folder of a trial."""
+    """Returns the run folder of a trial."""
     return study / TRIALS / f"{number:04d}"
 
 
 def log_of(study: Path, number: int) -> Path:
-    """The file with everything that a trial printed."""
+    """Returns the file with everything that a trial printed."""
     return study / TRIALS / f"{number:04d}.log"
 
 
@@ -50,7 +50,7 @@ class TrialRun:
         objective: str,
         last_step: int,
     ) -> None:
-        """`arguments` are those of `unisono train`; `last_step` is the last step whose evaluation is known."""
+        """`arguments` are passed to `unisono train`; `last_step` is the last step whose evaluation is known."""
         self.number, self.folder, self.log = number, folder_of(study, number), log_of(study, number)
         self.is_pruned = self.is_stopping = False
         self._arguments, self._environ, self._objective = list(arguments), dict(environ), objective
@@ -65,7 +65,7 @@ class TrialRun:
         parent = os.getpid()
 
         def end_with_study() -> None:
-            die_with_parent()  # a study that is killed leaves no trial behind
+            die_with_parent()  # kills the trial if the study is killed
             if os.getppid() != parent:
                 os._exit(128 + signal.SIGKILL)
 
@@ -84,7 +84,7 @@ class TrialRun:
             )
 
     def poll(self) -> int | None:
-        """The exit code of the trial's process; None while it runs. A trial that a signal ended starts again."""
+        """Returns the exit code of the trial, or None while it runs; restarts a trial that a signal ended."""
         code = self._process.poll()
         was_killed = code is not None and (code < 0 or code in (128 + signal.SIGKILL, EXIT_STOPPED))
         if was_killed and not self.is_stopping and self._restarts < MAX_RESTARTS:
@@ -111,7 +111,7 @@ class TrialRun:
             value = number_of(record.get(self._objective))
             if value is None:
                 raise NoObjective(
-                    f"objective {self._objective} is not a number of the evaluation, which has "
+                    f"objective {self._objective} is not a metric of the evaluation, which has "
                     f"{', '.join(sorted(names)[:20])}"
                 )
             self._last_step, self.value = step, value
@@ -130,7 +130,7 @@ class TrialRun:
         self._process.wait()
 
     def last_words(self) -> str:
-        """The last line that the trial printed, which names the error if it failed."""
+        """Returns the last line that the trial printed, which names the error if it failed."""
         with open(self.log, "rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - 4096))
             lines = log.read().decode(errors="replace").strip().splitlines()
@@ -138,13 +138,13 @@ class TrialRun:
 
 
 def num_steps(folder: Path) -> int:
-    """The number of steps of a run, as its starts noted it; 0 if it has not started."""
+    """Returns the number of steps of a run, from events.jsonl; 0 if the run has not started."""
     steps = [event.get("steps") for event in JsonLines(folder / EVENTS)]
     return max((each for each in steps if isinstance(each, int)), default=0)
 
 
 def number_of(value: object) -> float | None:
-    """A number of metrics.jsonl, in which nan and inf are text; None for anything else."""
+    """Returns a value of metrics.jsonl as a number (nan and inf are strings there); None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:
@@ -154,13 +154,13 @@ def number_of(value: object) -> float | None:
 
 
 def final_value(folder: Path, objective: str) -> float | None:
-    """The objective of a run's last evaluation."""
+    """Returns the objective of a run's last evaluation."""
     values = [number_of(record[objective]) for record in JsonLines(folder / METRICS) if objective in record]
     return values[-1] if values else None
 
 
 def mark_trial(folder: Path, outcome: str, **details: Any) -> None:
-    """Notes the outcome of a trial in its run folder: in run.json, and, for a pruned one, in events.jsonl.
+    """Records the outcome of a trial in its run folder: in run.json and, if the trial was pruned, in events.jsonl.
 
     A repeated call changes nothing.
     """

@@ -1,7 +1,7 @@
 """Runs a study: starts trials side by side, prunes them at their evaluations, and continues after a kill.
 
-The study's process only starts and follows processes of `unisono train`; it never trains. Everything that it knows is
-in study.db and in the trials' run folders, so a killed study goes on exactly where it was: trials that were running
+The study's process never trains: it starts and monitors processes of `unisono train`. All of its state is in study.db
+and in the trials' run folders, so a study that was killed continues exactly where it stopped: trials that were running
 continue from their own checkpoints.
 
 Several processes, also on several machines, may work on one study (`shared`). Each of them decides about trials while
@@ -90,7 +90,7 @@ def tune(
     options = StudyOptions(
         trials=trials,
         objective=objective,
-        direction=direction,  # type: ignore[arg-type]  # check() reads it
+        direction=direction,  # type: ignore[arg-type]  # checked by check()
         pruner=pruner,  # type: ignore[arg-type]
         pruner_startup_trials=pruner_startup_trials,
         sampler=sampler,  # type: ignore[arg-type]
@@ -112,7 +112,7 @@ def run_study(
 ) -> Study:
     """Runs a study to its end, or continues it; raises StudyStopped if a signal stops it.
 
-    `shared`: other processes may work on the study at the same time. This one ends when no trial is left for it.
+    `shared`: other processes may work on the study at the same time. This process ends when no trial is left for it.
     """
     world = detect()
     if world.launcher != "plain" and world.size > 1:
@@ -179,7 +179,7 @@ class _Loop:
     def run(self) -> None:
         """Runs trials until enough of them have finished."""
         with self._lock.decision():
-            for trial in self._storage.finished():  # a kill may have come between the database and the run folder
+            for trial in self._storage.finished():  # the study may have been killed before it updated the run folder
                 self._mark(trial.number)
             done, unfinished = self._storage.num_finished, len(self._storage.unfinished())
         if done or unfinished:
@@ -227,7 +227,7 @@ class _Loop:
                 run.stop()
 
     def _next_trial(self) -> Trial | None:
-        """A trial that no process trains: one to continue, or a new one; None if there is none."""
+        """Returns an unfinished trial that no process trains, or a new trial; None if there is neither."""
         if time.monotonic() < self._look_again_at:
             return None
         with self._lock.decision():
@@ -250,7 +250,7 @@ class _Loop:
         return True
 
     def _checkpoint_flags(self) -> list[str]:
-        """Makes trials save at each evaluation, so that a killed one loses little, unless the user chose otherwise."""
+        """Makes trials save at each evaluation, so that a killed trial loses little; a setting of the user wins."""
         base, flags = self._plan.base, []
         if not base.explicit("save_every") and base.values["eval_every"] > 0:
             flags.append(f"--save_every={base.values['eval_every']}")
@@ -304,7 +304,7 @@ class _Loop:
         self._announce(number)
 
     def _mark(self, number: int) -> None:
-        """Notes a trial's outcome in its run folder."""
+        """Records a trial's outcome in its run folder."""
         trial = next(each for each in self._storage.finished() if each.number == number)
         outcome = {"COMPLETE": "complete", "PRUNED": "pruned", "FAIL": "failed"}[trial.state.name]
         details: dict[str, Any] = {"study": os.path.basename(self._folder), "trial": number}

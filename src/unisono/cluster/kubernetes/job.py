@@ -57,7 +57,7 @@ class KubernetesJob:
     grace_period: int = 300
     pod_restarts: int = 3
     has_launcher: bool = True
-    """Whether unisono's launcher runs in each pod, which the probes watch; a single rank may run without one."""
+    """Whether each pod runs unisono's launcher, which the probes watch; a single rank may run without a launcher."""
 
     def __post_init__(self) -> None:
         self._check_name()

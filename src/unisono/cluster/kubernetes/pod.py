@@ -1,6 +1,6 @@
 """Writes the pods of a run: one container per machine, in which unisono's launcher starts a rank per GPU.
 
-What happens after each end of a container is the `podFailurePolicy` of the Job:
+The `podFailurePolicy` of the Job decides what happens when a container ends:
 
 - exit code 75 (stopped by a signal, with a checkpoint), 143 (SIGTERM while waiting for other machines), and a pod that
   was evicted, preempted or lost its node: Kubernetes replaces the pod, which does not count as a failure. The other

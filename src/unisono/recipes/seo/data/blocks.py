@@ -34,7 +34,7 @@ class Facts(NamedTuple):
 
 
 def facts_of(folder: Path) -> Facts | None:
-    """The contents of a folder; None if it is incomplete or damaged."""
+    """Returns what a token folder contains; None if the folder is incomplete or damaged."""
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         content = json.loads((folder / DONE).read_bytes())
         num_texts, num_tokens, num_cut = (int(content[name]) for name in ("num_texts", "num_tokens", "num_cut"))
@@ -58,12 +58,12 @@ def blocks_of(texts: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
 
 
 def block_name(number: int) -> str:
-    """The file name of a block."""
+    """Returns the file name of a block."""
     return f"block-{number:08d}.npy"
 
 
 def packed(rows: list[list[int]], num_cut: int) -> bytes:
-    """A block as one array: number of texts, number of truncated texts, length of each text, all tokens."""
+    """Returns a block as one array: number of texts, number of truncated texts, length of each text, all tokens."""
     numbers = array("i", [len(rows), num_cut, *(len(row) for row in rows)])
     for row in rows:
         numbers.extend(row)

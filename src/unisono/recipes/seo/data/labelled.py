@@ -21,7 +21,7 @@ LABEL = ("label", "score", "target", "class", "labels")
 
 _MAX_CLASSES = 20  # up to this many distinct integers are treated as classes
 _MIN_PER_CLASS = 2  # integers with fewer rows each are treated as numbers
-_LARGEST = 1e15  # largest label: its square is still finite in 32 bit
+_LARGEST = 1e15  # largest label: its square is still finite in float32
 
 Kind = Literal["auto", "class", "number"]
 
@@ -71,7 +71,7 @@ def read_labelled(
 
 
 def label_value(value: Any) -> float | str | None:
-    """A label as a number or a word; None if it is neither."""
+    """Returns a label as a number or a word; None if it is neither."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
@@ -120,7 +120,7 @@ def _classes(labels: Sequence[float | str], source: object) -> tuple[list[int], 
     if len(counts) > max(2, len(words) // 2):
         raise ConfigError(
             one_line(
-                f"{source}: {len(counts):,} different labels in {len(words):,} rows, such as {shown(words[0])}; a "
+                f"{source}: {len(counts):,} distinct labels in {len(words):,} rows, such as {shown(words[0])}; a "
                 "class needs several rows: is this the right column?"
             )
         )

@@ -31,7 +31,7 @@ _NUM_BYTES = 4096
 
 
 def lines_of(path: Path) -> Iterator[tuple[int, str]]:
-    """The lines, including line breaks, with line numbers from 1; ConfigError if the file is not text."""
+    """Yields line numbers from 1 and lines with their line breaks; raises ConfigError if the file is not text."""
     number = 0
     try:
         with ExitStack() as stack:
@@ -55,7 +55,7 @@ def lines_of(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def read_start(path: Path, size: int) -> bytes:
-    """The first bytes of a file, decompressed; ConfigError if it cannot be read."""
+    """Returns the first bytes of a file, decompressed; raises ConfigError if the file cannot be read."""
     try:
         with ExitStack() as stack:
             return _open(path, stack).read(size)

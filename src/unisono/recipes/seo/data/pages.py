@@ -135,7 +135,7 @@ def parse_page(html: bytes | str, name: str, look: Callable[[Element], None] | N
 
 
 def _over_attributes(html: str) -> bool:
-    """Whether a tag has so many attributes that parsing, which is quadratic in their number, would take minutes."""
+    """Returns whether a tag has so many attributes that parsing, quadratic in their number, would take minutes."""
     for tag in _WHOLE_TAG.finditer(html):
         long = tag.end() - tag.start() > 2 * _MAX_ATTRIBUTES
         if long and len(re.split(r"[\s/=]+", _QUOTED.sub("", tag[0]))) > _MAX_ATTRIBUTES:
@@ -144,7 +144,7 @@ def _over_attributes(html: str) -> bool:
 
 
 def _decoded(content: bytes, problems: list[str]) -> tuple[str, str]:
-    """The text and its encoding, chosen by byte order mark, by declaration, or by trial."""
+    """Returns the text and its encoding, chosen by byte order mark, by declaration, or by trial."""
     for bom, encoding in _BOMS.items():
         if content.startswith(bom):
             return _replaced(content[len(bom) :], encoding, problems), encoding
@@ -227,7 +227,7 @@ def _words(text: str | None) -> list[str]:
 
 
 def _visible_text(top: Element) -> str:
-    """The visible text inside `top`, which itself counts as visible."""
+    """Returns the visible text inside `top`, which itself counts as visible."""
     from lxml import etree
 
     parts: list[str] = []

@@ -31,7 +31,7 @@ _ADDRESS = re.compile(r"https?://", re.IGNORECASE)
 def pages_of(
     path: str | Path, *, leave_out_bad: bool = False, remark: Callable[[str], None] = lambda text: None
 ) -> list[tuple[str, Path]]:
-    """The pages of a site with their names: the path in the folder, or the entry of the sitemap or list.
+    """Returns the pages of a site with their names: the path in the folder, or the entry of the sitemap or list.
 
     A listed page that does not exist is an error; with `leave_out_bad` it is skipped, with a remark.
     """
@@ -58,12 +58,12 @@ def pages_of(
 
 
 def addresses_in(path: str | Path) -> list[str]:
-    """The entries of a sitemap or a list: URLs or file names."""
+    """Returns the entries of a sitemap or a list: URLs or file names."""
     return list(dict.fromkeys(name for _, name in _listed(Path(path).expanduser())))
 
 
 def _listed(path: Path) -> Iterator[tuple[str, str]]:
-    """Location and name of every entry."""
+    """Yields the location and name of every entry."""
     if not path.is_file():
         raise ConfigError(one_line(f"{path}: expected a folder of pages, a sitemap (.xml) or a list of files (.txt)"))
     if plain_suffix(path) == ".xml":
@@ -93,9 +93,7 @@ def _sitemap(top: Path) -> Iterator[tuple[str, str]]:
             file = _file_of(location, tree) or _file_of(location.rpartition("/")[2], tree)
             if file is None:
                 raise ConfigError(
-                    one_line(
-                        f"{path}: the sitemap that it lists, {shown(location)}, is missing; put it in the same folder"
-                    )
+                    one_line(f"{path} lists the sitemap {shown(location)}, which is missing; put it in the same folder")
                 )
             if file not in sitemaps and len(sitemaps) < _MAX_SITEMAPS:
                 sitemaps.add(file)
@@ -114,7 +112,7 @@ def _locations(path: Path) -> tuple[str, list[str]]:
 
 
 def sitemap_root(content: bytes, where: object) -> Element:
-    """The root of a sitemap, <urlset> or <sitemapindex>; `where` names it in errors."""
+    """Returns the root of a sitemap, <urlset> or <sitemapindex>; `where` names it in errors."""
     from lxml import etree
 
     # The file is not trusted, so entities, network access and external documents are disabled.
@@ -130,7 +128,7 @@ def sitemap_root(content: bytes, where: object) -> Element:
 
 
 def _is_entry(loc: Element) -> bool:
-    """Whether an element is the <loc> of a page; <image:loc> and <video:loc> are nested deeper."""
+    """Returns whether an element is the <loc> of a page; <image:loc> and <video:loc> are nested deeper."""
     from lxml import etree
 
     parent = loc.getparent()
@@ -138,7 +136,7 @@ def _is_entry(loc: Element) -> bool:
 
 
 def _file_of(name: str, tree: Tree) -> Path | None:
-    """The file of a name or URL; None if it does not exist."""
+    """Returns the file of a name or URL; None if it does not exist."""
     if _ADDRESS.match(name):
         host, _, inside = re.split("[?#]", _ADDRESS.sub("", name), maxsplit=1)[0].partition("/")
         inside = unquote(inside).lstrip("/")

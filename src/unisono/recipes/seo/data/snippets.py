@@ -23,7 +23,7 @@ def read_snippets(
     remark: Callable[[str], None] = lambda text: None,
     leave_out_bad: bool = False,
 ) -> list[tuple[str, str]]:
-    """Pairs of a page's text and its title or description, from a table, a folder, a sitemap or a list of files."""
+    """Returns pairs of page text and title or description from a table, a folder, a sitemap or a list of files."""
     place, bad = Path(path).expanduser(), BadRows(leave_out_bad)
     if not place.is_dir() and plain_suffix(place) in TABLES:
         pairs = _of_table(place, write, bad)
@@ -62,7 +62,7 @@ def _of_site(
 
 
 def read_page(file: Path) -> bytes:
-    """The bytes of a page; ConfigError if it cannot be read."""
+    """Returns the bytes of a page; raises ConfigError if the page cannot be read."""
     try:
         with file.open("rb") as opened:
             return opened.read(MAX_BYTES + 1)

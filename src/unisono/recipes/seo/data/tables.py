@@ -30,30 +30,30 @@ class Row(NamedTuple):
 
     @property
     def where(self) -> str:
-        """File and line, for error messages."""
+        """The file and line of this row, for error messages."""
         return f"{self.path}, line {self.line}"
 
     def first(self, names: Sequence[str]) -> Any:
-        """The value of the first of these columns that exists."""
+        """Returns the value of the first of these columns that exists."""
         return next((self.fields[name] for name in names if name in self.fields), None)
 
 
 def rows_of(path: Path, needed: Sequence[Sequence[str]], bad: BadRows) -> Iterator[Row]:
-    """The rows of a table, which must have one column of each group in `needed`; errors suggest the group's first."""
+    """Yields the rows of a table, which needs a column of each group in `needed`; errors suggest its first name."""
     if plain_suffix(path) not in TABLES:
         raise ConfigError(one_line(f"{path}: expected a table, .csv or .jsonl (or one of them with .gz)"))
     return (_csv if plain_suffix(path) == ".csv" else _jsonl)(path, needed, bad)
 
 
 def text_in(value: Any) -> str | None:
-    """The text without surrounding blanks; None if it is empty or not text."""
+    """Returns a text without surrounding blanks; None if the value is empty or not text."""
     if not isinstance(value, str):
         return None
     return whole_text(value.strip()) or None
 
 
 def no_text(value: Any) -> str:
-    """The reason why text_in() returned None: "is empty", or "is 12345, not text; …"."""
+    """Returns the reason why text_in() returned None: "is empty", or "is 12345, not text; …"."""
     if value is None or isinstance(value, str):
         return "is empty"
     hint = "; write it in quotes" if isinstance(value, int | float) else ""
@@ -74,7 +74,7 @@ def _csv(path: Path, needed: Sequence[Sequence[str]], bad: BadRows) -> Iterator[
         except StopIteration:
             return
         except csv.Error as error:
-            bad.add(f"{path}, line {begins}", f"invalid CSV ({error}; quotes in a text are written twice)")
+            bad.add(f"{path}, line {begins}", f"invalid CSV ({error}; double the quotes inside a text)")
             continue
         finally:
             csv.field_size_limit(usual)

@@ -22,7 +22,7 @@ class Tokenize:
         self.num_cut = 0
 
     def __call__(self, texts: Sequence[str]) -> list[list[int]]:
-        """The tokens of each text."""
+        """Returns the tokens of each text."""
         like: dict[str, Any] = {"add_special_tokens": self._special, "return_attention_mask": False, "verbose": False}
         texts = [whole_text(text) for text in texts]
         made = self._tokenizer(texts, truncation=True, max_length=self._limit, **like)
@@ -38,7 +38,7 @@ class Tokenize:
 
 
 def fingerprint_of(files: Iterable[Path], *further: Any) -> str:
-    """A digest of the names, sizes and dates of files, and of further values."""
+    """Returns a digest of the names, sizes and modification times of files, and of further values."""
     from unisono.recipes.common.fingerprint import combined
 
     facts = [(path.name, (stat := path.stat()).st_size, stat.st_mtime_ns) for path in files]

@@ -51,7 +51,7 @@ class Classifier:
         self._folder = tempfile.TemporaryDirectory(prefix="unisono_seo_", ignore_cleanup_errors=True)
 
     def load_tokenizer(self, texts: Sequence[str] | None = None, folder: Path | None = None) -> Any:
-        """The model's tokenizer; for `tiny`, it is trained on these texts or read from a checkpoint's folder."""
+        """Returns the model's tokenizer; for `tiny`, trains it on these texts or reads it from a checkpoint."""
         if self.tokenizer is None or folder is not None:
             if self.config.model_name == TINY and self.config.use_lora:
                 raise ConfigError("model_name tiny has no pretrained weights for a LoRA to adapt; set use_lora=False")
@@ -60,7 +60,7 @@ class Classifier:
         return self.tokenizer
 
     def settings(self) -> Config:
-        """The settings of the recipe for this model."""
+        """Returns the settings of the recipe for this model."""
         config = self.config
         return Config(
             task="score",
@@ -84,12 +84,12 @@ class Classifier:
         return self.model
 
     def tokenize(self, texts: Sequence[str]) -> tuple[list[np.ndarray], int]:
-        """The token ids of texts, truncated to max_length, and how many texts were truncated."""
+        """Returns the token ids of texts, truncated to max_length, and how many texts were truncated."""
         tokenize = Tokenize(self.load_tokenizer(texts), self.config.max_length)
         return [np.array(row, dtype=np.int32) for row in tokenize(texts)], tokenize.num_cut
 
     def predict(self, texts: Sequence[str]) -> Tensor:
-        """Probabilities [texts, classes] or numbers [texts], computed in this process in 32 bit."""
+        """Returns probabilities [texts, classes] or numbers [texts], computed in this process in float32."""
         assert self.model is not None
         was_training = self.model.training
         try:
@@ -98,7 +98,7 @@ class Classifier:
             self.model.train(was_training)
 
     def score(self, text: str) -> dict[str, Any]:
-        """Score, label and class probabilities of a text, or the reason why there is no score."""
+        """Returns score, label and class probabilities of a text, or the reason why there is no score."""
         if self.labels is None or not self.num_epochs:
             return {"seo_score": None, "label": None, "probabilities": None, "reason": _NOT_TRAINED}
         row, names = self.predict([text])[0].numpy(), self.labels.names
@@ -130,13 +130,13 @@ class Classifier:
         foreign = [name for name in names if name not in (TRAINING, DESCRIPTION, "tokenizer") and name[-5:] != ".part"]
         if foreign or folder.is_symlink() or (folder.exists() and not folder.is_dir()):
             content = f" and contains {foreign[0]}" if foreign else ""
-            raise ConfigError(f"{folder} exists{content}; it is not a checkpoint of this engine: choose another name")
+            raise ConfigError(f"{folder} exists{content} but is not a checkpoint of this engine; choose another name")
         own_tokenizer = self.config.model_name == TINY and (folder / "tokenizer/tokenizer.json").is_file()
         if own_tokenizer and load_tokenizer(TINY, None, folder).get_vocab() != self.tokenizer.get_vocab():
             raise ConfigError(f"{folder} is a checkpoint with another tokenizer; choose another name")
 
     def read_description(self, folder: Path) -> Calibration:
-        """The labels of a checkpoint, which must match this engine's config and labels."""
+        """Returns the labels of a checkpoint, which must match this engine's config and labels."""
         file = folder / DESCRIPTION
         if not file.is_file():
             raise ConfigError(f"{folder} is not a checkpoint of this engine: {DESCRIPTION} is missing")
@@ -170,7 +170,7 @@ class Classifier:
 
 
 def labels_of(values: Sequence[Any], kind: str) -> Calibration:
-    """The meaning of labels: the class names, or the mean and standard deviation of numbers."""
+    """Returns the meaning of labels: the class names, or the mean and standard deviation of numbers."""
     kinds: dict[str, Kind] = {"auto": "auto", "class": "class", "number": "number"}
     encoded, names = encode_labels([_label(value, index) for index, value in enumerate(values)], kinds[kind], "labels")
     if names is not None:
@@ -200,7 +200,7 @@ def _label(value: Any, index: int) -> float | str:
 
 
 def _number(name: str) -> int | float | str:
-    """The name of a class as a number; None if it is not a number."""
+    """Converts the name of a class to a number if it is one; otherwise returns the name unchanged."""
     try:
         value = float(name)
     except ValueError:

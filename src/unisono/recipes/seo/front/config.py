@@ -139,7 +139,7 @@ class SEOConfig(ConfigClass):
         self.master_address()
 
     def master_address(self) -> tuple[str, str]:
-        """Address and port of rank 0 for processes that were started by hand."""
+        """Returns the address and port of rank 0 for processes that were started by hand."""
         method, port = self.distributed_init_method, str(self.distributed_master_port)
         address = self.distributed_master_addr
         if method.startswith("tcp://"):

@@ -43,7 +43,7 @@ class Devices:
         return torch.device("cuda", self.world.local_rank) if self.num_gpus else torch.device("cpu")
 
     def memory(self) -> dict[str, dict[str, int]]:
-        """Memory use of this process on its devices, in bytes."""
+        """Returns the memory use of this process on its devices, in bytes."""
         if self.num_gpus and not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return {}
         if self.strategy != "dataparallel":
@@ -84,7 +84,7 @@ def _of_one_process(config: SEOConfig, world: World, num_available: int) -> Devi
 
 
 def _world(config: SEOConfig) -> World:
-    """The world that the launcher or the config defines; otherwise this process alone."""
+    """Returns the world that the launcher or the config defines; otherwise, a world of one process."""
     world = detect()
     by_hand = config.use_multi_gpu and config.multi_gpu_strategy != "dataparallel" and config.distributed_world_size > 1
     if world.launcher != "plain" or not by_hand:
@@ -118,14 +118,14 @@ def _note(config: SEOConfig, devices: Devices, num_available: int) -> str | None
 
 
 def effective_batch(config: SEOConfig, num_devices: int) -> int:
-    """Texts per optimizer step."""
+    """Returns the number of texts per optimizer step."""
     if config.effective_batch_size is not None:
         return config.effective_batch_size
     return config.batch_size * num_devices * config.gradient_accumulation_steps
 
 
 def precision(config: SEOConfig, devices: Devices) -> str:
-    """The mixed precision to train with: no, fp16 or bf16."""
+    """Returns the mixed precision to train with: no, fp16 or bf16."""
     if not config.use_mixed_precision:
         return "no"
     if config.mixed_precision_dtype != "auto":

@@ -74,17 +74,17 @@ class AdvancedLLMSEOEngine:
         self._setup_multi_gpu_training()
 
     def _wrap_model_for_multi_gpu(self) -> nn.Module:
-        """The model wrapped for several devices, for your own loop. The engine's own training does not need this."""
+        """Returns the model wrapped for several devices, for your own loop; the engine's training does not use it."""
         if self.is_dataparallel:
             return self._wrap_model_dataparallel()
         return self._wrap_model_distributed() if self.is_distributed else self._model
 
     def _wrap_model_dataparallel(self) -> nn.Module:
-        """The model in nn.DataParallel, for your own loop."""
+        """Returns the model in nn.DataParallel, for your own loop."""
         return OptimizedDataParallel(self._model)
 
     def _wrap_model_distributed(self) -> nn.Module:
-        """The model in DistributedDataParallel, for your own loop."""
+        """Returns the model in DistributedDataParallel, for your own loop."""
         if not self.is_distributed:
             raise ConfigError("there are no other processes; start the script with torchrun")
         config = self.config
@@ -124,7 +124,7 @@ class AdvancedLLMSEOEngine:
         return self._devices.world.size > 1 and not self._left_group
 
     def get_multi_gpu_status(self) -> dict[str, Any]:
-        """Strategy, devices, processes, precision, effective batch and memory."""
+        """Returns the strategy, devices, processes, precision, effective batch and memory use."""
         config, devices, trainer = self.config, self._devices, self._training.trainer
         batch = effective_batch(config, devices.num_requested)
         return {
@@ -255,10 +255,10 @@ class AdvancedLLMSEOEngine:
     # Analysis --------------------------------------------------------------------------------------------------------
 
     def analyze_seo_score(self, text: str, keywords: Sequence[str] | str = ()) -> dict[str, Any]:
-        """The learned score of a text and, separately under `checks`, the results of rule-based checks.
+        """Returns the learned score of a text and, separately under `checks`, the results of rule-based checks.
 
         `seo_score` is a number, the probability of the second of two classes, or the mean of several numeric classes.
-        Before training it is None, and `reason` explains that.
+        Before training it is None, and `reason` says why.
         """
         _check_text(text, "text")
         checks = [asdict(check) for check in check_text(text, _keywords(keywords))]
@@ -289,7 +289,7 @@ class AdvancedLLMSEOEngine:
         }
 
     def _judge(self, keywords: Sequence[str]) -> tuple[Callable[[str], float] | None, str]:
-        """A function that scores a text for these keywords, and its description."""
+        """Returns a function that scores a text for these keywords, and its description."""
         if self.config.rank_model is None:
             score = self._training.classifier.score
             if (reason := score("any text")["reason"]) is not None:

@@ -80,12 +80,12 @@ def proposals(text: str, keywords: Sequence[str]) -> Iterator[Change]:
 
 
 def adds_nothing(text: str, changed: str) -> bool:
-    """Whether every word and number of the changed text occurs at least as often in the original text."""
+    """Returns whether every word and number of the changed text occurs at least as often in the original text."""
     return not Counter(words_of(changed)) - Counter(words_of(text))
 
 
 def sentences_of(paragraph: str) -> list[str]:
-    """The sentences of a paragraph."""
+    """Returns the sentences of a paragraph."""
     sentences: list[str] = []
     for piece in _END.split(paragraph.strip()):
         if sentences and _ABBREVIATION.search(sentences[-1]):
@@ -108,7 +108,7 @@ class _Lines:
         return cls([sentences_of(line) for line in pieces[::2]], pieces[1::2])
 
     def replaced(self, new_lines: Mapping[int, list[str]], first: str | None = None) -> str:
-        """The text with these lines replaced, and with `first` at its beginning."""
+        """Returns the text with these lines replaced, and with `first` at its beginning."""
         lines = [new_lines.get(number, line) for number, line in enumerate(self.sentences)]
         if first is not None:
             lines[0] = [first, *lines[0]]

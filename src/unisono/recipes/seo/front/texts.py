@@ -62,7 +62,7 @@ def check_texts(texts: Sequence[str], labels: Sequence[Any] | None) -> None:
             problem = "is empty" if isinstance(text, str) else f"is of type {type(text).__name__}"
             raise ConfigError(f"texts: number {index} {problem}; remove it and its label")
     if labels is None or len(labels) != len(texts):
-        raise ConfigError(f"labels: {len(labels or ())} for {len(texts)} texts; pass one label per text")
+        raise ConfigError(f"labels: got {len(labels or ())} for {len(texts)} texts; pass one label per text")
 
 
 class RankSampler(Sampler[int]):
@@ -80,7 +80,7 @@ class RankSampler(Sampler[int]):
 
 
 def texts_and_labels(loader: Any, name: str) -> tuple[list[str], list[Any]]:
-    """All texts and labels of a loader, not only those of this process."""
+    """Returns all texts and labels of a loader, not only those of this process."""
     subset = loader.dataset if isinstance(loader, DataLoader) else None
     if not isinstance(subset, Subset) or not isinstance(subset.dataset, LabelledTexts):
         raise ConfigError(
@@ -92,12 +92,12 @@ def texts_and_labels(loader: Any, name: str) -> tuple[list[str], list[Any]]:
 
 
 def split_texts(texts: Sequence[str], labels: Sequence[Any], val_split: float, seed: int) -> Split:
-    """Training and validation splits with the same fraction of each class; equal texts are in the same split."""
+    """Returns training and validation splits with equal fractions of each class; equal texts are in the same split."""
     from sklearn.model_selection import train_test_split
 
     copies = _copies(texts)
     if not 0 < val_split < 1 or len(copies) < 2:
-        raise ConfigError(f"val_split {val_split}: expected a number between 0 and 1, and at least 2 different texts")
+        raise ConfigError(f"val_split {val_split}: expected a number between 0 and 1, and at least 2 distinct texts")
     num_val = min(max(1, round(val_split * len(copies))), len(copies) - 1)
     classes = _classes(copies, labels)
     enough = classes is not None and min(num_val, len(copies) - num_val) >= len(set(classes))
@@ -106,12 +106,12 @@ def split_texts(texts: Sequence[str], labels: Sequence[Any], val_split: float, s
 
 
 def fold_texts(texts: Sequence[str], labels: Sequence[Any], num_folds: int, seed: int) -> list[Split]:
-    """Cross-validation folds with the same fraction of each class; equal texts are in the same fold."""
+    """Returns cross-validation folds with the same fraction of each class; equal texts are in the same fold."""
     from sklearn.model_selection import KFold, StratifiedKFold
 
     copies = _copies(texts)
     if not isinstance(num_folds, int) or not 2 <= num_folds <= len(copies):
-        raise ConfigError(f"num_folds {num_folds}: expected 2 to {len(copies)}, the number of different texts")
+        raise ConfigError(f"num_folds {num_folds}: expected 2 to {len(copies)}, the number of distinct texts")
     classes = _classes(copies, labels, at_least=num_folds)
     if classes is None:
         folds = KFold(num_folds, shuffle=True, random_state=seed).split(copies)
@@ -125,7 +125,7 @@ def fold_texts(texts: Sequence[str], labels: Sequence[Any], num_folds: int, seed
 
 
 def _copies(texts: Sequence[str]) -> list[list[int]]:
-    """The indices of each distinct text."""
+    """Returns the indices of each distinct text."""
     indices: dict[str, list[int]] = {}
     for index, text in enumerate(texts):
         indices.setdefault(text, []).append(index)
@@ -133,6 +133,6 @@ def _copies(texts: Sequence[str]) -> list[list[int]]:
 
 
 def _classes(copies: list[list[int]], labels: Sequence[Any], at_least: int = 2) -> list[str] | None:
-    """The class of each distinct text; None if labels are numbers, or a class has too few texts to split."""
+    """Returns the class of each distinct text; None if labels are numbers, or a class has too few texts to split."""
     classes = [str(labels[group[0]]) for group in copies]
     return classes if min(Counter(classes).values()) >= at_least else None

@@ -95,7 +95,7 @@ class Calibration:
 
 
 def fit(outputs: Numbers, labels: NDArray[Any], uncalibrated: Calibration) -> Calibration:
-    """Fits a calibration on half of the pages and evaluates it on the rest; too few pages leave it unfitted.
+    """Fits a calibration on half of the pages and evaluates it on the rest; does not fit it if there are too few pages.
 
     `outputs` are logits [N, classes] if `uncalibrated` names classes, otherwise numbers [N].
     """

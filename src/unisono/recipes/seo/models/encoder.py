@@ -29,7 +29,7 @@ class Encoder(nn.Module):
         self.prompts: dict[Kind, str] = {"query": "", "page": "", **(prompts or {})}
         """Prefix for queries and for pages."""
         self._further = {"use_cache": False} if decoder else {}
-        # The pooler is not used and would never receive the gradient that ddp waits for.
+        # Freeze the unused pooler: it gets no gradient, and ddp would wait for one.
         if isinstance(pooler := getattr(backbone, "pooler", None), nn.Module):
             pooler.requires_grad_(False)
 
@@ -52,7 +52,7 @@ class Encoder(nn.Module):
 
     @cached_property
     def uncounted(self) -> int | None:
-        """Id of the token without a position: RoBERTa's padding. Its positions start after this number."""
+        """Id of the token without a position (RoBERTa's padding token), after which positions start; or None."""
         table = position_table(self.backbone)
         return None if table is None else table.padding_idx
 

@@ -173,7 +173,7 @@ def _pooling(folder: Path, name: str, *, prompted: bool) -> Pooling:
         )
     if prompted and config.get("include_prompt") is False:
         raise ConfigError(
-            f"model_name {name}: excludes the prompt from pooling, which is not supported; use another model"
+            f"model_name {name}: its pooling excludes the prompt, which is not supported; use another model"
         )
     return POOLINGS[modes[0]]
 

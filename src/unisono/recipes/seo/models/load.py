@@ -67,7 +67,7 @@ def _tokenizer_of(place: Path, name: str) -> PreTrainedTokenizerBase:
     except Exception as error:  # the tokenizers library raises plain Exception
         raise ConfigError(f"model_name {name}: its tokenizer cannot be loaded ({in_a_line(error)})") from None
     if not hasattr(tokenizer, "backend_tokenizer"):
-        raise ConfigError(f"model_name {name}: has no fast tokenizer (tokenizer.json); use another model")
+        raise ConfigError(f"model_name {name}: it has no fast tokenizer (tokenizer.json); use another model")
     if tokenizer.pad_token is None:  # as in GPT-2; any token will do, because padding is masked
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
         if tokenizer.pad_token is None:
@@ -270,7 +270,7 @@ def _loaded(kind: Any, folder: Path, name: str, **further: Any) -> tuple[Any, li
 
 
 def _attending(load: Callable[[str], Any]) -> Any:
-    """Loads a model with PyTorch's SDPA attention if it supports it; T5 in transformers 4 does not."""
+    """Loads a model with PyTorch's SDPA attention if the model supports it; T5 in transformers 4 does not."""
     with quietly():
         try:
             with _seeded():

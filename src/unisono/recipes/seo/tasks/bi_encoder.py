@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from unisono.recipes.seo.models.groups import Tokens
     from unisono.recipes.seo.tasks.matching import Matching
 
-_NOBODY = -1  # key of a missing negative
+_NO_KEY = -1  # key of a missing negative
 _NO_PAGE = -2  # page number of a missing negative; `relevant` is padded with -1
 _BLOCK = 256  # queries per batch when the held-out queries are embedded
 
@@ -123,7 +123,7 @@ class BiEncoder(RankingTask):
         batch["query_keys"] = torch.tensor([key_of(item.query) for item in items])
         batch["page_keys"] = torch.tensor([key_of(item.page) for item in items])
         if self.num_negatives:
-            keys = [[key_of(tokens) if len(tokens) else _NOBODY for tokens in item.negatives] for item in items]
+            keys = [[key_of(tokens) if len(tokens) else _NO_KEY for tokens in item.negatives] for item in items]
             batch["negative_keys"] = torch.tensor(keys)
             batch["negative_numbers"] = torch.tensor([item.negative_numbers for item in items])
         batch["relevant"] = torch.tensor(np.stack([item.relevant for item in items]))
@@ -179,7 +179,7 @@ def contrastive(
     """Returns the cross entropy of each query's page among the pages and hard negatives of all queries.
 
     With both_ways it also compares each page with all queries. False negatives are masked. `anchors` selects the
-    samples whose losses are summed; the largest matrix then compares these with all samples.
+    samples whose losses are summed, so the largest matrix is only as large as these samples times all samples.
     """
     queries, pages, everyone = rows["query"], rows["page"], slice(None)
     right = torch.arange(len(queries), device=queries.device)[anchors]
@@ -189,7 +189,7 @@ def contrastive(
     if "negative" in rows:
         negatives, keys = rows["negative"].flatten(0, 1), rows["negative_keys"].flatten()
         wrong = scale * queries[anchors] @ negatives.T
-        excluded = (keys[None] == rows["page_keys"][anchors, None]) | (keys == _NOBODY)[None]
+        excluded = (keys[None] == rows["page_keys"][anchors, None]) | (keys == _NO_KEY)[None]
         excluded |= _among(rows["relevant"][anchors], rows["negative_numbers"].flatten())
         scores = torch.cat([scores, wrong.masked_fill(excluded, -torch.inf)], dim=1)
     each = cross_entropy(scores, right, reduction="none")

@@ -164,8 +164,8 @@ class RankingTask(Task):
             has_negatives = named or (len(train.queries) > 1 and len(np.unique(train.relevant)) > 1)
         if not has_negatives:
             raise ConfigError(
-                f"data_path {self.config.data_path}: {len(train.queries):,} different queries and "
-                f"{len(np.unique(train.relevant)):,} different pages remain for training, so there are no negatives; "
+                f"data_path {self.config.data_path}: {len(train.queries):,} distinct queries and "
+                f"{len(np.unique(train.relevant)):,} distinct pages remain for training, so there are no negatives; "
                 "add more of both" + (", or hard negatives (--num_negatives)" if self.coupled else "")
             )
 

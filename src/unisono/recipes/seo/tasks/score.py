@@ -154,7 +154,7 @@ class Score(Task):
         same = np.array([first.setdefault(text, len(first)) for text in texts])
         if number >= len(first):
             raise ConfigError(
-                f"num_eval {number}: data_path {self.config.data_path} has {len(first)} different pages; some must "
+                f"num_eval {number}: data_path {self.config.data_path} has {len(first)} distinct pages; some must "
                 "remain for training"
             )
         # The split does not depend on the run's seed, so that runs with different seeds can be compared.

@@ -109,7 +109,7 @@ class Snippet(Task):
         same = [first.setdefault(page, len(first)) for page, _ in pairs]  # identical pages are in the same part
         if number >= len(first):
             raise ConfigError(
-                f"num_eval {number}: data_path {config.data_path} has {len(first)} different pages; some must remain "
+                f"num_eval {number}: data_path {config.data_path} has {len(first)} distinct pages; some must remain "
                 "for training"
             )
         self.remarks += few_held_out_remarks(number, "pages")

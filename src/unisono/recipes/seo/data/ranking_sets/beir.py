@@ -30,18 +30,18 @@ class Beir:
         self.splits = tuple(splits)
 
     def pages(self, bad: BadRows) -> Iterator[Text]:
-        """Title and text of each page."""
+        """Yields the title and text of each page."""
         for row in rows_of(self.pages_file, (_ID, _TEXT), bad):
             title, text = text_in(row.fields.get("title")), text_in(row.first(_TEXT))
             yield from _text(row, " ".join(part for part in (title, text) if part), bad)
 
     def queries(self, bad: BadRows) -> Iterator[Text]:
-        """The queries of all splits."""
+        """Yields the queries of all splits."""
         for row in rows_of(self.queries_file, (_ID, _TEXT), bad):
             yield from _text(row, text_in(row.first(_TEXT)) or "", bad)
 
     def judged(self, bad: BadRows) -> Iterator[Judged]:
-        """The judgements of this split."""
+        """Yields the judgements of this split."""
         return judged_lines(self.judged_file, bad)
 
 

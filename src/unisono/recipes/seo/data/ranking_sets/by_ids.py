@@ -53,7 +53,7 @@ class Source(Protocol):
 
 
 def ranking_by_ids(source: Source, remark: Remark, leave_out_bad: bool) -> Ranking:
-    """The pages of a data set, and the queries that this split judges."""
+    """Returns the pages of a data set, and the queries that this split judges."""
     bad = BadRows(leave_out_bad)
     pages = _index(source.pages, source.pages_file, bad)
     bad.report(remark, len(pages), "page", source.pages_file)
@@ -109,7 +109,7 @@ def _index(texts: Callable[[BadRows], Iterator[Text]], file: Path, bad: BadRows)
 def _lookup(
     source: Source, queries: Ids, pages: Ids, bad: BadRows
 ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.float32]]:
-    """Query number, page number and grade of every judgement with known ids."""
+    """Returns query number, page number and grade of every judgement with known ids."""
     columns: list[array[Any]] = [array("i"), array("i"), array("f")]
     lines = source.judged(bad)
     while some := list(islice(lines, _AT_ONCE)):
@@ -141,7 +141,7 @@ def _nth(texts: Callable[[BadRows], Iterator[Text]], ids: Ids, number: int) -> T
 
 
 def judged_lines(file: Path, bad: BadRows) -> Iterator[Judged]:
-    """The lines of a qrels file: query, page, grade; or, as in TREC, query, 0, page, grade."""
+    """Yields the lines of a qrels file: query, page, grade; or, as in TREC, query, 0, page, grade."""
     for number, line in lines_of(file):
         fields = line.split("\t") if "\t" in line else line.split()
         fields = [field.strip() for field in fields]

@@ -41,11 +41,11 @@ class Examples(Protocol):
     def path(self) -> Path: ...
 
     def rows(self, bad: BadRows) -> Iterator[Example]:
-        """The usable rows; the others are added to `bad`."""
+        """Yields the usable rows; the others are added to `bad`."""
 
 
 def table_of(path: Path) -> Examples:
-    """The rows of a file."""
+    """Returns the rows of a file."""
     return Triples(path) if plain_suffix(path) == ".tsv" else Table(path)
 
 
@@ -56,7 +56,7 @@ class Table:
     path: Path
 
     def rows(self, bad: BadRows) -> Iterator[Example]:
-        """The usable rows."""
+        """Yields the usable rows."""
         for row in rows_of(self.path, (QUERY, POSITIVE), bad):
             query, positives = text_in(row.first(QUERY)), _texts(row.first(POSITIVE))
             negatives = [
@@ -82,7 +82,7 @@ class Triples:
     path: Path
 
     def rows(self, bad: BadRows) -> Iterator[Example]:
-        """The usable rows."""
+        """Yields the usable rows."""
         for number, line in lines_of(self.path):
             if not line.strip():
                 continue

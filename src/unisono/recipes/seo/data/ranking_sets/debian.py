@@ -34,7 +34,7 @@ PACKAGES_FILE = "debian-packages.jsonl.gz"
 MIN_LENGTH = 300
 """Minimum length of a description in characters; shorter ones add little to the synopsis."""
 
-_SAME = 200  # in characters; packages whose descriptions begin the same (libfoo1, libfoo-dev) count as one
+_SAME = 200  # in characters; descriptions with a common prefix of this length (libfoo1, libfoo-dev) count as one
 _TIMEOUT_S = 600
 _WORD = re.compile(r"\w+")
 # Disables the programs that the system runs after it updates its own package lists.
@@ -53,7 +53,7 @@ class Package(NamedTuple):
 
 
 def packages(folder: Path, remark: Callable[[str], None] = lambda text: None) -> list[Package]:
-    """The packages with a distinct description, sorted by name; downloaded once and stored in the folder."""
+    """Returns the packages with distinct descriptions, sorted by name; downloads and stores them on the first call."""
     path = folder / PACKAGES_FILE
     if not path.is_file():
         remark("downloading the descriptions of Debian's packages with apt-get (about 16 MB)")
@@ -69,7 +69,7 @@ def packages(folder: Path, remark: Callable[[str], None] = lambda text: None) ->
 
 
 def read_debian(folder: Path, *, hard: bool = False, work: Work | None = None) -> Ranking:
-    """The packages as a ranking data set; `hard` removes the words of a query from its page.
+    """Returns the packages as a ranking data set; `hard` removes the words of a query from its page.
 
     `Ranking.sections` is the section of each page: candidates of one section are harder to distinguish. If `work` is
     passed, all processes must call this function, and one of them downloads the packages.
@@ -100,7 +100,7 @@ class _Rows(NamedTuple):
     packages: list[Package]
 
     def rows(self, bad: BadRows) -> Iterator[Example]:
-        """One row per package."""
+        """Yields one row per package."""
         return (Example(package.synopsis, [package.body], []) for package in self.packages)
 
 
@@ -146,7 +146,7 @@ def _run_apt(own: Path) -> None:
 
 
 def _chosen(lists: Path) -> list[Package]:
-    """The packages whose description is long enough and does not begin like another description, sorted by name."""
+    """Returns the packages with long descriptions that do not begin like another description, sorted by name."""
     sections: dict[str, str] = {}
     described: dict[str, tuple[str, str]] = {}
     for path in sorted(lists.glob("*_Packages")):
@@ -160,7 +160,9 @@ def _chosen(lists: Path) -> list[Package]:
     for name, (synopsis, body) in sorted(described.items()):
         chosen.setdefault(body[:_SAME], Package(name, sections.get(name) or "unknown", synopsis, body))
     if not chosen:
-        raise ConfigError("data_path debian: apt's lists have no long descriptions; are its sources those of Debian?")
+        raise ConfigError(
+            "data_path debian: apt's lists have no long descriptions; make sure that it uses Debian's sources"
+        )
     return sorted(chosen.values())
 
 
@@ -174,7 +176,7 @@ def _note(fields: dict[str, str], description: str, described: dict[str, tuple[s
 
 
 def _stanzas(path: Path) -> Iterator[dict[str, str]]:
-    """The entries of one of apt's files: continuation lines begin with a blank, an empty line ends an entry."""
+    """Yields the entries of one of apt's files: continuation lines begin with a blank, an empty line ends an entry."""
     fields: dict[str, str] = {}
     name = ""
     with path.open(encoding="utf-8", errors="replace", newline="\n") as file:

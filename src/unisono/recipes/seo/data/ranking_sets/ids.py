@@ -28,7 +28,7 @@ class Hashes:
         return len(self._hashes)
 
     def array(self) -> NDArray[np.uint64]:
-        """All hashes [n]."""
+        """Returns all hashes [n]."""
         return np.frombuffer(self._hashes, dtype=np.uint64) if len(self._hashes) else np.zeros(0, np.uint64)
 
 
@@ -50,24 +50,24 @@ class Ids:
         return len(self._sorted)
 
     def find(self, hashes: NDArray[np.uint64]) -> NDArray[np.int32]:
-        """The row numbers of ids, given by their hashes; -1 for unknown ids."""
+        """Returns the row numbers of ids, given by their hashes; -1 for unknown ids."""
         if not len(self._sorted):
             return np.full(len(hashes), -1, np.int32)
         place = np.minimum(np.searchsorted(self._sorted, hashes), len(self._sorted) - 1)
         return np.where(self._sorted[place] == hashes, self._numbers[place], np.int32(-1)).astype(np.int32)
 
     def numbers(self, ids: Sequence[str]) -> NDArray[np.int32]:
-        """The row numbers of ids; -1 for unknown ids."""
+        """Returns the row numbers of ids; -1 for unknown ids."""
         return self.find(hashes_of(ids))
 
 
 def hash_of(text: str) -> int:
-    """A 64-bit hash of a text."""
+    """Returns a 64-bit hash of a text."""
     return int.from_bytes(blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
 
 
 def hashes_of(texts: Iterable[str]) -> NDArray[np.uint64]:
-    """The hashes [n] of texts."""
+    """Returns the hashes [n] of texts."""
     hashes = Hashes()
     for text in texts:
         hashes.add(text)

@@ -38,24 +38,24 @@ class Marco:
         queries = first_file(folder, same) if same.startswith("queries") else None
         queries = queries or parts.get(split) or first_file(folder, "queries.tsv")
         if queries is None:
-            raise ConfigError(one_line(f"{folder} has {collection.name} and no queries.tsv or queries.{split}.tsv"))
+            raise ConfigError(one_line(f"{folder} has {collection.name} but no queries.tsv or queries.{split}.tsv"))
         self.pages_file, self.queries_file = collection, queries
 
     def pages(self, bad: BadRows) -> Iterator[Text]:
-        """The collection; documents without their URL."""
+        """Yields the pages of the collection, without the URLs of documents."""
         return _texts(self.pages_file, bad)
 
     def queries(self, bad: BadRows) -> Iterator[Text]:
-        """The queries of this split; other splits may be included."""
+        """Yields the queries of this split, and possibly of other splits."""
         return _texts(self.queries_file, bad)
 
     def judged(self, bad: BadRows) -> Iterator[Judged]:
-        """The judgements of this split."""
+        """Yields the judgements of this split."""
         return (_triples if _are_triples(self.judged_file) else judged_lines)(self.judged_file, bad)
 
 
 def has_ids(path: Path) -> bool:
-    """Whether the first lines of a .tsv contain ids instead of texts."""
+    """Returns whether the first lines of a .tsv contain ids instead of texts."""
     lines = [line.split() for _, line in islice(lines_of(path), 2)]
     return bool(lines) and len(lines[-1]) in (3, 4) and all(_ID.fullmatch(field) for field in lines[-1][:-1])
 
@@ -66,7 +66,7 @@ def _judged_names(split: str) -> list[str]:
 
 
 def _are_triples(path: Path) -> bool:
-    """Whether the third column contains page ids and not grades: page ids have three or more digits."""
+    """Returns whether the third column contains page ids and not grades: page ids have three or more digits."""
     lines = [line.split() for _, line in islice(lines_of(path), _NUM_LINES)]
     return "triples" in path.name.lower() or any(
         len(fields) == 3 and _ID.fullmatch(fields[2]) and len(fields[2]) > 2 for fields in lines

@@ -19,7 +19,7 @@ from unisono.recipes.seo.data.lines import plain_suffix, read_start
 
 FORMS = (
     "a BEIR folder (corpus.jsonl, queries.jsonl, qrels/train.tsv), an MS MARCO folder (collection.tsv, queries.tsv, "
-    "qrels.tsv), or a file .tsv (query, positive, negative), .csv or .jsonl (with columns of these names)"
+    "qrels.tsv), or a .tsv, .csv or .jsonl file (query, positive, negative)"
 )
 
 Remark = Callable[[str], None]
@@ -59,7 +59,7 @@ class Ranking:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """The files of pages and queries, each once."""
+        """The files of pages and queries, without duplicates."""
         return tuple(dict.fromkeys((*self.page_files, *self.query_files)))
 
     def queries(self) -> Iterator[tuple[int, str]]:
@@ -71,7 +71,7 @@ class Ranking:
         return _counted(self._pages(), self.num_pages, self.page_files)
 
     def has_split(self, name: str) -> bool:
-        """Whether the data set has a split "train" or "test"."""
+        """Returns whether the data set has a split "train" or "test"."""
         return name in self.splits
 
 
@@ -106,12 +106,12 @@ def read_ranking(
 
 
 def first_file(folder: Path, *names: str) -> Path | None:
-    """The first of these files that exists in a folder, gzipped or not."""
+    """Returns the first of these files that exists in a folder, gzipped or not."""
     return next((folder / each for name in names for each in (name, f"{name}.gz") if (folder / each).is_file()), None)
 
 
 def splits_in(folder: Path, names: Callable[[str], list[str]]) -> dict[str, Path]:
-    """The files in a folder that contain the splits "train" and "test"."""
+    """Returns the files in a folder that contain the splits "train" and "test"."""
     aliases = {"train": ("train",), "test": ("test", "dev.small", "dev", "validation", "valid", "val")}
     files = {
         split: first_file(folder, *(name for word in words for name in names(word))) for split, words in aliases.items()
@@ -120,7 +120,7 @@ def splits_in(folder: Path, names: Callable[[str], list[str]]) -> dict[str, Path
 
 
 def chosen_split(folder: Path, splits: dict[str, Path], split: str) -> Path:
-    """The file of a split; ConfigError if it does not exist."""
+    """Returns the file of a split; raises ConfigError if the file does not exist."""
     if split in splits:
         return splits[split]
     if not splits:
@@ -133,7 +133,7 @@ def chosen_split(folder: Path, splits: dict[str, Path], split: str) -> Path:
 def judgements(
     queries: NDArray[np.int32], pages: NDArray[np.int32], grades: NDArray[np.float32], num_pages: int
 ) -> tuple[Judgements, Judgements]:
-    """Relevant pages and hard negatives: each pair once, with its highest grade."""
+    """Returns relevant pages and hard negatives; duplicate pairs are merged and get their highest grade."""
     pairs = queries.astype(np.int64) * max(num_pages, 1) + pages
     # Sorts by pair, then by descending grade, and keeps the first entry of each pair.
     best = np.lexsort((np.arange(len(pairs)), -grades, pairs))
