@@ -22,7 +22,7 @@ def locked(path: Path) -> Iterator[None]:
             time.sleep(_RETRY_S)  # a signal could not interrupt a blocking call
         yield
     finally:
-        # Unlock explicitly: a process forked in the meantime has the file open too, and would hold the lock until it exits.
+        # Unlock explicitly: a process forked meanwhile has the file open too and would keep the lock until it exits.
         with suppress(OSError):
             fcntl.flock(handle, fcntl.LOCK_UN)
         os.close(handle)

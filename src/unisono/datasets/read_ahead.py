@@ -95,7 +95,7 @@ class Fetcher:
             self._jobs.put((self._results[index], read))
 
     def take(self, index: int) -> bytes | None:
-        """Waits for a sample and returns its content; None if it was not begun or failed, so the caller must read it."""
+        """Waits for a sample and returns its content; None if it was not begun or failed: read it now."""
         if self._owner != os.getpid() or (result := self._results.pop(index, None)) is None:
             return None
         with suppress(Exception):  # reading it again reports the error

@@ -49,10 +49,10 @@ def members(read: Callable[[int, int], bytes], size: int, *, whole: bool = True)
             block = read(offset, BLOCK)
             if offset == 0 and block[:2] in _MAGIC:
                 raise TarError(
-                    f"it is compressed with {_MAGIC[block[:2]]}; decompress it, because random access needs a plain file"
+                    f"it is compressed with {_MAGIC[block[:2]]}; decompress it, as random access needs a plain file"
                 )
             if len(block) < BLOCK:
-                raise TarError(f"it is truncated: expected a member or the end marker at byte {offset}")
+                raise TarError(f"it is truncated: at byte {offset}, expected a member or the end marker")
             if block == _ZEROS:
                 return
             kind, length = _parse(block, offset)
@@ -99,7 +99,7 @@ def _parse(block: bytes, offset: int) -> tuple[bytes, int]:
     if not is_valid:
         if offset == 0 and block[:2] in _MAGIC:
             kind = _MAGIC[block[:2]]
-            raise TarError(f"it is compressed with {kind}; decompress it, because random access needs a plain file")
+            raise TarError(f"it is compressed with {kind}; decompress it, as random access needs a plain file")
         raise TarError(f"at byte {offset} there is no tar header")
     field = block[124:136]
     if field[0] & 0x80:  # a size of more than 8 GiB, as a binary number
