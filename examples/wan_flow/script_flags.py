@@ -25,18 +25,18 @@ WITHOUT_TEXT_ENCODER = {"caption_dropout": 0, "guidance": 1}  # both need the em
 NUM_EPOCHS = 100
 TINY_SIDE = 32  # in pixels: the image size of the tiny model
 
-REFUSED = {
-    "use_8bit_adam": "use --optimizer adamw8bit; --strategy fsdp also shards the optimizer state over the GPUs",
-    "vae_gradient_checkpointing": "the VAE is not trained and encodes each sample once without gradients; drop "
-    "this flag (--gradient_checkpointing is for the transformer)",
-    "fp8_optimizations": "8-bit matrix products are not supported; drop this flag (--model_dtype bf16 and "
-    "--torch_compile are the fastest)",
+_MEANS = {"use_8bit_adam": "--optimizer=adamw8bit", "fp8_optimizations": "--quantize=fp8"}
+_WITHOUT_EFFECT = {
+    "vae_gradient_checkpointing": "the VAE is not trained, and encodes each sample once without gradients "
+    "(--gradient_checkpointing is for the transformer)",
 }
 FLAGS = {
     "--device cuda:N": "GPU number N; cpu, or cuda for any one GPU (--gpus)",
     "--model_dtype bf16": "compute precision: fp32, fp16 or bf16 (--mixed_precision)",
     "--use_ema": "EMA of the weights; on unless --ema_decay is 0",
-    "--local_rank N": "accepted, not needed",
+    "--use_8bit_adam": "AdamW with moments in 8 bits (--optimizer adamw8bit)",
+    "--fp8_optimizations": "matrix products in 8 bits (--quantize fp8)",
+    "--local_rank N, --vae_gradient_checkpointing": "accepted, not needed",
 }
 _WITH_VALUE = ("local_rank", "device", "model_dtype")
 _DTYPES = {"fp32": "no", "fp16": "fp16", "bf16": "bf16"}
@@ -50,15 +50,17 @@ def resolve(arguments: Sequence[str]) -> Resolved:
 def completed(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Returns the command line for `unisono train wan-flow`, with defaults, and notes for the user."""
     arguments = translated(argv)
-    remarks: list[str] = []
+    names = [flag_name(argument) for argument in argv]
+    remarks = [f"--{name} has no effect: {_WITHOUT_EFFECT[name]}" for name in names if name in _WITHOUT_EFFECT]
     resolved = resolve(arguments)
-    if "use_ema" in map(flag_name, argv) and resolved.values["ema_decay"] == 0:
+    if "use_ema" in names and resolved.values["ema_decay"] == 0:
         raise ConfigError("--use_ema and --ema_decay 0 contradict each other; use one")
     if not resolved.explicit("gpus") and not resolved.explicit("nproc"):
         arguments.append("--gpus=1")  # ignored under a launcher, which assigns a GPU to each process
     if not resolved.values["model_path"] and not resolved.values["model_config"]:
-        more, remarks = _default_model(resolved)
+        more, model_remarks = _default_model(resolved)
         arguments += more
+        remarks += model_remarks
         resolved = resolve(arguments)
     if str(resolved.values["model_config"]).lower() == "tiny":
         more, data_remarks = _tiny_model(resolved)
@@ -125,10 +127,9 @@ def translated(argv: Sequence[str]) -> list[str]:
     reader = ArgumentReader(argv)
     for argument in reader:
         name = flag_name(argument)
-        if name in REFUSED:
-            raise ConfigError(f"--{name}: {REFUSED[name]}")
-        if name == "use_ema":  # on unless --ema_decay is 0
+        if name == "use_ema" or name in _WITHOUT_EFFECT:  # the EMA is on unless --ema_decay is 0
             continue
+        argument = _MEANS.get(name or "", argument)
         if name not in _WITH_VALUE:
             arguments.append(argument)
             continue

@@ -98,8 +98,9 @@ _ANSWERS: dict[str, tuple[str, ...]] = {
     "Lion is not supported; --optimizer adamw8bit needs even less memory": ("use_lion_optimizer",),
     _EIGHT_BIT: (
         *("fp8_base", "fp8_scaled", "fp8_t5", "fp8_llm", "fp8_models", "quantization", "load_in_8bit"),
-        *("load_in_4bit", "quant_options", "enable_fp8_training", "base_model_precision", "fp8_optimizations"),
+        *("load_in_4bit", "quant_options", "base_model_precision"),
     ),
+    "use --mixed_precision fp8": ("enable_fp8_training", "fp8_optimizations"),
     _TRACKERS: (
         *("logger", "log_tracker_config", "use_wandb", "wandb", "log_prefix", "enable_wandb_log", "enable_csv_log"),
         *("enable_swanlab_log", "swanlab_project", "enable_tensorboard_log"),
