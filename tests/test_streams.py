@@ -186,6 +186,16 @@ def test_a_dummy_does_not_move_the_position() -> None:
     assert torch.equal(again[0], following)  # with the same random numbers
 
 
+def test_a_dummy_leaves_the_next_sample_as_it_is() -> None:
+    def doubled(items: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack([item.mul_(2) for item in items])
+
+    plain = read(reader(Numbers(0)), 1)
+    stream = StreamReader(Numbers(0), doubled, Order(ENDLESS, 0), (0, 1), StreamPosition.beginning(Numbers(0), 1))
+    read(stream, 1, dummy=True)
+    assert torch.equal(read(stream, 1)[0], 2 * plain[0])
+
+
 def test_a_stream_that_does_not_begin_again_is_an_error_and_no_endless_loop() -> None:
     stream = reader(Once())
     assert read(stream, 6) == list(range(6))

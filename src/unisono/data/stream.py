@@ -10,6 +10,7 @@ The position is the state_dict of the dataset, or of its iterator: the protocol 
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -96,7 +97,8 @@ class StreamReader:
             self._begin()
         if chunk.is_dummy:
             self._held = self._held or [self._read(chunk.positions[0])]
-            return ReadChunk(self._collated(self._held), chunk.positions, True, (), self.position)
+            copies = copy.deepcopy(self._held)  # collate() may change a sample in place
+            return ReadChunk(self._collated(copies), chunk.positions, True, (), self.position)
         items, self._held = self._held, []
         items += [self._read(position) for position in chunk.positions[len(items) :]]
         self.position = StreamPosition(self._epoch, self._samples, self._state())
