@@ -207,9 +207,9 @@ def test_masks_belong_to_samples_and_are_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("frames", "height", "fps", "words"),
     [
-        (9, 16, 8.0, "16×48 pixels for a sample of 32×48"),
-        (5, 32, 8.0, "5 frames for a sample of 9"),
-        (9, 32, 24.0, "24 frames per second for a sample of 8"),
+        (9, 16, 8.0, "16×48 pixels, but its sample has 32×48"),
+        (5, 32, 8.0, "5 frames, but its sample has 9"),
+        (9, 32, 24.0, "24 frames per second, but its sample has 8"),
     ],
 )
 def test_a_mask_that_does_not_fit_is_refused(frames: int, height: int, fps: float, words: str, tmp_path: Path) -> None:

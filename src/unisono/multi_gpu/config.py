@@ -102,7 +102,7 @@ class MultiGPUConfig(ConfigClass):
 
     @classmethod
     def _check_names(cls, names: Iterable[object]) -> None:
-        """Raises ConfigError for an unknown name, and says what to use instead of a name from another library."""
+        """Raises ConfigError for an unknown name; the message translates names of other libraries."""
         names, own_names = list(names), {field.name for field in fields(cls)}
         for name in names:
             if name in _FOREIGN:
@@ -195,7 +195,7 @@ _FOREIGN = {
     "gradient_checkpointing": "activation_checkpointing",
     "sampler": "determined by shuffle and seed, so that the sample order is the same on any number of GPUs,",
 }
-"""The name here of each option that has another name in other libraries."""
+"""Maps option names of other libraries to the names that unisono uses."""
 
 _OWN = {
     **{f.name: f.name for f in fields(MultiGPUConfig)},

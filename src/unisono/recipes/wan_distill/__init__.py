@@ -1,1 +1,1 @@
-"""The recipe `wan-distill`: distils a Wan model into a smaller one, from prompts alone."""
+"""The recipe `wan-distill`: distils a Wan model into a smaller or faster model, from prompts alone."""

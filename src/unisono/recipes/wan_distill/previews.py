@@ -1,4 +1,4 @@
-"""Previews: samples of teacher and student from the same prompts and the same noise, side by side."""
+"""Previews: side-by-side samples of teacher and student from the same prompts and the same noise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The recipe `wan-distill`: trains a smaller or faster Wan to generate what a large one generates.
+"""The recipe `wan-distill`: trains a smaller or faster Wan model to generate what a large model generates.
 
 With the objective regression (`regression.py`), the teacher generates samples from the prompts once
 (`data/rollouts.py`) and is then freed, or stays in memory (`online`). The student (`models/student.py`) starts from a
@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # `unisono train wan-distill --help` need not wait for torch
 
 
 class WanDistill(WanRecipe):
-    """Distils a Wan model into a smaller or faster one, from prompts alone."""
+    """Distils a Wan model into a smaller or faster model, from prompts alone."""
 
     defaults: ClassVar[Mapping[str, Any]] = DEFAULTS | {"batch_size": 2, "learning_rate": 1e-4, "ema_decay": 0.999}
     aliases: ClassVar[Mapping[str, str]] = settings.ALIASES
@@ -94,7 +94,7 @@ class WanDistill(WanRecipe):
         return Regression(self)
 
     def check_settings(self, settings: Any) -> None:
-        """Rejects two storage formats for the teacher, and online with dp (one teacher for all GPUs) or cuda_graph."""
+        """Rejects conflicting storage formats of the teacher, and online together with dp or cuda_graph."""
         super().check_settings(settings)
         if self.config.teacher_dtype == "float8" and settings.precision.base_precision != "auto":
             raise ConfigError(

@@ -80,7 +80,7 @@ class Config(Recipe.Config):
     """Distribution of the noise levels, before the shift."""
 
     teacher_dtype: Literal["auto", "float32", "float16", "bfloat16", "float8"] = "auto"
-    """Dtype of the teacher; auto is bfloat16 on a GPU. float8 stores the weights in 8 bit and computes in bfloat16. base_precision also stores scales, and supports 4 bit."""
+    """Dtype of the teacher; auto is bfloat16 on a GPU. float8 stores the weights in 8 bits and computes in bfloat16. The setting base_precision is an alternative that also stores scales and supports 4 bits."""
     teacher_device_strategy: Literal["auto", "gpu", "cpu", "balanced", "gpu0"] = "auto"
     """Where to keep the teacher's weights: on each GPU (gpu, gpu0), in host memory and copied to the GPU block by block (cpu), or, with online, sharded over the GPUs (balanced). auto chooses gpu if they fit."""
     compile_teacher: bool = True
@@ -88,7 +88,7 @@ class Config(Recipe.Config):
     online: bool = False
     """Keep the teacher in memory and query it in every training step."""
     refresh_every: int = 0
-    """Number of steps after which an online teacher generates new samples. 0 trains on the same samples throughout."""
+    """Number of steps after which an online teacher generates new samples. 0: train on the same samples throughout."""
 
     velocity_weight: float = 1.0
     """Weight of the loss between the velocities of the student and the guided teacher."""

@@ -61,7 +61,7 @@ class WanFlow(WanRecipe):
             if values["num_epochs"] is not None:  # the user has set the length of the run
                 excluded.add("max_steps")
             if values["dataset_path"] not in (cls.Config.dataset_path, tiny["dataset_path"]):
-                excluded.add("num_previews")  # many previews are for the small shapes only
+                excluded.add("num_previews")  # the default number of previews suits only the small shapes
             return {name: value for name, value in tiny.items() if name not in excluded}
         return settings.LORA if values["lora_rank"] or values["lora_path"] else {}
 
@@ -176,7 +176,7 @@ class WanFlow(WanRecipe):
         return None if self.setup.pretrained is None else ExpertWeights(self.setup.weight_files)
 
     def frozen_linears(self, part: str, module: nn.Module) -> Sequence[str] | None:
-        """The layers in the transformers' blocks. The encoders have none: a cache must not change outputs."""
+        """The linear layers in the transformer blocks. Excludes encoders, because a cache must not change outputs."""
         return None if part == "model" else ()
 
     @property
@@ -221,7 +221,10 @@ class WanFlow(WanRecipe):
 
         config, encoders = self.config, self.setup.encoders
         flow, geometry = self.setup.flow, encoders.geometry
-        flow.levels.cdf(flow.low), flow.levels.cdf(flow.high)  # cached, because a prediction has no numbers to bisect
+        (
+            flow.levels.cdf(flow.low),
+            flow.levels.cdf(flow.high),
+        )  # cached now: a memory prediction has no numbers to bisect
         pixels = config.height * config.width or config.max_pixels
         height = config.height or int(pixels**0.5)
         width = config.width or pixels // height
@@ -262,7 +265,7 @@ class WanFlow(WanRecipe):
         return [pad(rows, length) for rows in self._text_encoder.encode(captions, length)]
 
     def _inputs(self, model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """Like `_encoded`, with the text in the dtype that the model computes in."""
+        """Like `_encoded`, but casts the text embeddings to the dtype that the model computes in."""
         latent, text = self._encoded(batch)
         return latent, text.to(self.compute_dtype(model, latent))
 
@@ -297,7 +300,7 @@ class WanFlow(WanRecipe):
 
     @cached_property
     def _no_caption(self) -> dict[Any, Tensor]:
-        """The embedding of the empty caption (key None), and its copies by device and dtype.
+        """The embedding of the empty caption (key None), and copies of it, keyed by device and dtype.
 
         A copy is never freed: a recorded step (`cuda_graph`) reads from the same memory each time.
         """
@@ -313,7 +316,7 @@ class WanFlow(WanRecipe):
         return copies[like.device, like.dtype]
 
     def flops(self, batch: Any) -> float | None:
-        """Operations of the transformer on a batch of cached latents; None if the batch is encoded in the step."""
+        """The transformer's operations on a batch of cached latents; None if the step encodes the batch."""
         from unisono.recipes.wan.flops import forward_flops, training_flops
 
         if "latent" not in batch:

@@ -92,11 +92,11 @@ class Config(Recipe.Config):
     caption_dropout: float = 0.1
     """Probability of training a sample without its caption, which classifier-free guidance needs."""
     first_frame: float = 0.0
-    """Probability that a video's first frame is a condition instead of a target. TI2V-5B only."""
+    """Probability that a video's first frame is given as a condition instead of being generated. TI2V-5B only."""
     masked_loss: bool = False
     """Weight the loss by the masks beside the samples (a.mask.png or a.mask.mp4): white counts, black does not."""
     unmasked_weight: float = 0.0
-    """Weight of what is black in a mask, from 0 to 1, with masked_loss."""
+    """Loss weight of the black areas of a mask, from 0 to 1, with masked_loss."""
 
     adapter: Kind = "lora"
     """Kind of adapter that lora_rank trains: lora; dora (also trains the magnitude of each output, closer to full fine-tuning, slower); lokr (a Kronecker product, fewer weights)."""

@@ -36,7 +36,7 @@ def _cascade_file() -> Path | None:
 def _cascade() -> Any:
     import cv2
 
-    cv2.setNumThreads(1)  # more threads do not help with small pictures, and other processes share the coress
+    cv2.setNumThreads(1)  # more threads do not help with small pictures, and other processes share the cores
     return cv2.CascadeClassifier(str(_cascade_file()))
 
 
@@ -52,12 +52,12 @@ def faces(frame: NDArray[np.uint8]) -> list[Box]:
 
 
 def _inside(box: Box, larger: Box) -> bool:
-    """Whether the centre of a box is in a larger one: the cascade finds some faces twice, in two sizes."""
+    """Whether the centre of a box is inside a larger box: the cascade finds some faces twice, in two sizes."""
     x, y = box[0] + box[2] / 2, box[1] + box[3] / 2
     return larger[0] <= x <= larger[0] + larger[2] and larger[1] <= y <= larger[1] + larger[3]
 
 
 def presence(frame: NDArray[np.uint8]) -> float:
-    """How much of a frame's shorter side its faces take up together, at most 1."""
+    """The sum of the faces' heights as a fraction of the frame's shorter side, at most 1."""
     shorter = min(frame.shape[:2])
     return min(1.0, float(sum(height for _, _, _, height in faces(frame)) / shorter))

@@ -1,4 +1,4 @@
-"""What the built-in scorer measures, and how much each measurement counts."""
+"""The measurements of the built-in scorer, and their weights in the score."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ class Part:
 
     name: str
     label: str
-    """Name for people: on the page and in messages."""
+    """Display name, for the page and for messages."""
     weight: float
     """The largest share of a score from 0 to 1."""
     least_spread: float
-    """Smallest spread of the measurement over a video that counts as a difference; less is noise."""
+    """Smallest spread of the measurement over a video that counts as a difference; a smaller spread is noise."""
 
 
 PARTS = (

@@ -13,7 +13,7 @@ from unisono.recipes.clips.cutting.edges import shots
 _LUMA = np.array([0.299, 0.587, 0.114])
 _CHANGED = 0.08  # brightness difference from which a pixel counts as changed, with black 0 and white 1
 _STILL = 0.02  # mean frame difference at which a scene no longer counts as still
-_BEFORE = 4  # frames of the clip before that are compared with this clip's
+_BEFORE = 4  # number of frames of the previous clip to compare with this clip's frames
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,11 @@ class PictureOfClip:
 
 
 class Pictures:
-    """Measures the clips of a video in order; each is compared with the one before."""
+    """Measures the clips of a video in order, comparing each clip with the previous clip."""
 
     def __init__(self) -> None:
-        self._last: NDArray[np.uint8] | None = None  # the last frames of the clip before
-        self._look: NDArray[np.float64] | None = None  # its brightness, averaged over time
+        self._last: NDArray[np.uint8] | None = None  # the last frames of the previous clip
+        self._look: NDArray[np.float64] | None = None  # brightness of the previous clip, averaged over time
 
     def measure(self, frames: NDArray[np.uint8]) -> PictureOfClip:
         """Measures the next clip [frames, height, width, 3]."""

@@ -26,8 +26,8 @@ NOTE = (
 )
 _CLIP_SECONDS = 2.0
 _FRAMES_PER_CLIP = 8
-_RHYTHM_CLIPS = 5  # scene cuts are counted over this many clips around each
-_BEFORE_CLIPS = 10  # loudness rises relative to this many clips before
+_RHYTHM_CLIPS = 5  # number of clips, centred on each clip, over which scene cuts are counted
+_BEFORE_CLIPS = 10  # number of previous clips that loudness is compared with
 
 Floats = NDArray[np.float64]
 
@@ -38,7 +38,7 @@ def untrained_scorer() -> VideoScorer:
 
 
 def score(video: Path, progress: Callable[[float], None] = lambda seconds: None) -> Scored:
-    """Scores a video of any length; memory grows by some bytes per clip."""
+    """Scores a video of any length; memory grows by a few bytes per clip."""
     with_faces = faces.available()
     pictures, measured = Pictures(), _Measured()
     try:
@@ -70,7 +70,7 @@ class _Measured:
             self._columns.setdefault(name, []).append(value)
 
     def parts(self, *, has_sound: bool) -> dict[str, Floats]:
-        """The measurements that are compared, by the name of their part."""
+        """The measurements to compare within the video, keyed by the name of their part."""
         columns = {name: np.array(values) for name, values in self._columns.items()}
         rhythm = np.convolve(columns.pop("cuts"), np.ones(_RHYTHM_CLIPS), mode="same")
         of_sound = {name: columns.pop(name) for name in ("speech", "laughter")}
@@ -79,7 +79,7 @@ class _Measured:
 
 
 def _rise(decibel: Floats) -> Floats:
-    """How much louder each clip is than the median of the clips before it."""
+    """How much louder each clip is than the median of the previous clips."""
     before = [np.median(decibel[max(0, at - _BEFORE_CLIPS) : at]) if at else decibel[0] for at in range(len(decibel))]
     return np.asarray(decibel - np.array(before))
 

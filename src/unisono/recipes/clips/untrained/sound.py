@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from unisono.recipes.clips.data.statistics import spectra
 
 SAMPLE_RATE = 16_000
-_HOPS_PER_S = 100  # of `spectra`
+_HOPS_PER_S = 100  # hop rate of `spectra`
 _VOICE_HZ = (150.0, 4000.0)
 _PITCH_HZ = (75.0, 500.0)
 _VOICED_FROM = 0.45  # height of the autocorrelation peak; a pure tone has 1
@@ -64,7 +64,7 @@ def _decibel(power: float | np.float64) -> float:
 
 
 def _harmonicity(powers: Floats) -> Floats:
-    """For each time the autocorrelation at the best pitch period, relative to that at 0."""
+    """For each time, the autocorrelation at the best pitch period, relative to the autocorrelation at lag 0."""
     autocorrelation = np.fft.irfft(powers, axis=1)
     low, high = (round(SAMPLE_RATE / hertz) for hertz in reversed(_PITCH_HZ))
     # The window of the spectrum shortens longer periods more.
@@ -75,7 +75,7 @@ def _harmonicity(powers: Floats) -> Floats:
 
 
 def _syllables(envelope: Floats) -> float:
-    """How much of the envelope's variation happens two to eight times a second; 0 for an even sound."""
+    """The strength of the envelope's variation at two to eight times a second; 0 for a steady sound."""
     mean = envelope.mean()
     depth = min(1.0, float(envelope.std() / max(mean, 1e-9)) / 0.5)
     spectrum = np.square(np.abs(np.fft.rfft((envelope - mean) * np.hanning(len(envelope)))))
@@ -95,7 +95,7 @@ def _laughs(envelope: Floats) -> float:
     overlap = 1 - np.arange(len(autocorrelation)) / len(autocorrelation)
     lags = np.arange(low, high + 1)
     once, twice = ((autocorrelation / overlap)[number * lags] / autocorrelation[0] for number in (1, 2))
-    # A rhythm repeats after two periods as well; a single pair of syllables does not.
+    # A rhythm also repeats after two periods, unlike a single pair of syllables.
     return float(np.clip(np.minimum(once, twice).max(), 0, 1) ** 2)
 
 

@@ -63,16 +63,20 @@ def check_same_frames(path: Path, of: MediaFacts, kind: str) -> None:
     if (facts.height, facts.width) != (of.height, of.width):
         raise BadMedia(
             path,
-            f"a {kind} of {facts.height}×{facts.width} pixels for a sample of {of.height}×{of.width}; make it the "
-            "same size",
+            f"the {kind} has {facts.height}×{facts.width} pixels, but its sample has {of.height}×{of.width}; make it "
+            "the same size",
         )
     if facts.frames == 1:
         return
     if facts.frames != of.frames:
-        raise BadMedia(path, f"a {kind} of {facts.frames} frames for a sample of {of.frames}; use as many, or an image")
+        raise BadMedia(
+            path,
+            f"the {kind} has {facts.frames} frames, but its sample has {of.frames}; use the same number, or an image",
+        )
     if of.fps and abs(facts.fps - of.fps) > _SAME_RATE * of.fps:
         raise BadMedia(
-            path, f"a {kind} of {facts.fps:.4g} frames per second for a sample of {of.fps:.4g}; use the same"
+            path,
+            f"the {kind} has {facts.fps:.4g} frames per second, but its sample has {of.fps:.4g}; use the same rate",
         )
 
 

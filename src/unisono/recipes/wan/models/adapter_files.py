@@ -99,8 +99,8 @@ def _check(linear: Any, layer: str, parts: Mapping[str, Tensor], file: Path) -> 
             )
     if found != shape:
         raise ConfigError(
-            f"{file} was trained for another architecture: {layer} is {found or 'of other shapes'} in it and {shape} "
-            "in the model"
+            f"{file} was trained for another architecture: the shape of {layer} is {found or 'inconsistent'} in "
+            f"the file and {shape} in the model"
         )
     return kind
 

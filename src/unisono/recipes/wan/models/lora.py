@@ -217,8 +217,8 @@ def open_lora(transformer: nn.Module, path: Path, rank: int = 0, part: str = "tr
             or len(first) != second.shape[1]
         ):
             raise ConfigError(
-                f"{file} was trained for another architecture: {name} is {tuple(second.shape)} · {tuple(first.shape)} "
-                f"in it and {shape or 'not there'} in the model"
+                f"{file} was trained for another architecture: the shape of {name} is {tuple(second.shape)} · "
+                f"{tuple(first.shape)} in the file and {shape or 'missing'} in the model"
             )
     rank_in_file = max(len(state[f"{name}.lora_A.weight"]) for name in pairs)
     if rank not in (0, rank_in_file):

@@ -160,7 +160,7 @@ def _from_keys(values: Mapping[str, Any], where: str, teacher: Mapping[str, Any]
 
 
 def _check_fit(values: Mapping[str, Any], where: str, teacher: Mapping[str, Any], pixels_per_token: int) -> None:
-    """Raises ConfigError for keys of a student_config that do not fit the teacher or each other."""
+    """Raises ConfigError if keys of a student_config do not fit the teacher or contradict each other."""
     width, heads, channels = values["hidden_size"], values["num_heads"], teacher["out_channels"]
     if width % heads or width // heads < 6 or width // heads % 2:
         like, rest = divmod(width, teacher["attention_head_dim"])
