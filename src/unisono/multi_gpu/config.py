@@ -31,7 +31,7 @@ class MultiGPUConfig(ConfigClass):
     gpu_ids: list[int] | None = None
     """Ids of the GPUs to use, as in nvidia-smi and get_gpu_info()."""
     min_memory_gb: float = 4.0
-    """Minimum free memory, in GB, of a GPU that is used."""
+    """Minimum free memory, in GB, that a GPU must have to be used."""
     strategy: str = "auto"
     """auto, single, dataparallel (one process), distributed (one process per GPU) or sharded (FSDP)."""
     backend: str = "nccl"

@@ -181,7 +181,7 @@ class WanFlow(WanRecipe):
 
     @property
     def predicts_memory(self) -> bool:
-        """Without a cache, the encoders take memory too."""
+        """False without a cache, because the memory of the encoders is not predicted."""
         return not self.config.no_cache
 
     def frozen(self) -> Mapping[str, nn.Module]:
@@ -221,10 +221,8 @@ class WanFlow(WanRecipe):
 
         config, encoders = self.config, self.setup.encoders
         flow, geometry = self.setup.flow, encoders.geometry
-        (
-            flow.levels.cdf(flow.low),
-            flow.levels.cdf(flow.high),
-        )  # cached now: a memory prediction has no numbers to bisect
+        # Fill the cache of these values now, because a memory prediction has no numbers to bisect.
+        flow.levels.cdf(flow.low), flow.levels.cdf(flow.high)
         pixels = config.height * config.width or config.max_pixels
         height = config.height or int(pixels**0.5)
         width = config.width or pixels // height
