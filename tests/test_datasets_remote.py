@@ -237,7 +237,7 @@ def test_a_run_outlasts_a_server_that_is_down_for_a_while(tmp_path: Path) -> Non
     again.shutdown()
     again.server_close()
     assert ended.code == 0, ended.err
-    assert "trying again for up to 120 s" in ended.err and "restart" not in ended.err
+    assert "retrying for up to 120 s" in ended.err and "restart" not in ended.err
     stream = [number for step in recorded(tmp_path / "record") for number in step]
     assert stream == Order(SIZE, 3).indices(np.arange(600)).tolist()
 

@@ -92,7 +92,7 @@ def test_a_bad_range_is_an_error_that_says_what_to_write(annotation: Any, text: 
         (("--search", "hidden=1..8", "--search", "hidden=1..9"), "is given twice"),
         (("--search", "gpus=1|2"), "it cannot be searched"),
         (("--search", "ema_decay=0..2"), "search ema_decay, value 2.0: ema_decay"),
-        (("--search", "hidden=1..8", "--trials", "0"), "trials: expected a whole number from 1 on"),
+        (("--search", "hidden=1..8", "--trials", "0"), "trials: expected a whole number of at least 1"),
         (("--search", "hidden=1..8", "--parallel", "x"), "--parallel: invalid int value"),
         (("--search", "hidden=1..8", "--pruner", "best"), "--pruner: invalid choice"),
         (("--search", "hidden=1..8", "--objective", "loss"), "expected a metric of the evaluation"),

@@ -188,7 +188,7 @@ def test_the_script_asks_for_one_task_per_job(
         (["--array", 2, "--gpus-per-node", 1, "--nproc", 2], "nproc: trials run on the GPUs"),
         (["--array", 2, "--nnodes", 2, "--node_rank", 0], "nnodes: a study runs on one machine"),
         (["--array", 2, "--search", "slop=1..2"], "did you mean slope?"),
-        (["--array", 2, "--trials", 0], "trials: expected a whole number from 1 on"),
+        (["--array", 2, "--trials", 0], "trials: expected a whole number of at least 1"),
         (["--array", 2, "--partition", "a b"], "partition: expected"),
         (["--aray", 2], "unknown flag --aray; did you mean --array?"),
     ],

@@ -73,7 +73,7 @@ class Files(Dataset[Any]):
         if (self._names.dtype, self._ends.dtype) != (np.uint8, np.uint64) or self._folder_ends[-1] != len(self):
             raise ValueError("the arrays of the index are inconsistent")
         if any(folder.startswith("/") or ".." in folder.split("/") for folder in self.folders):
-            raise ValueError("a folder is outside of the tree")
+            raise ValueError("a folder is outside the tree")
 
     def __len__(self) -> int:
         return len(self._ends)

@@ -66,8 +66,8 @@ def _checked(dataset: Any) -> Any:
         raise UserError(f"the dataset has several splits ({', '.join(map(str, dataset))}); pass split=")
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise UserError(
-            "a streaming dataset of Hugging Face has no random access; pass its name with streaming=True instead, and "
-            "unisono reads its files by an index"
+            "a streaming dataset of Hugging Face has no random access; pass its name with streaming=True instead, so "
+            "that unisono reads its files by an index"
         )
     return dataset
 

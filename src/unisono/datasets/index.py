@@ -182,7 +182,7 @@ def _build(family: Path, current: Path, kind: Kind, sources: Sequence[Source]) -
     with atomic_folder(current) as new:
         counts = _join(new / _ROWS, (_part_of(source, parts, older) for source in sources), kind)
         if not any(counts):
-            raise UserError(f"{sources[0].name}: there are no {kind.unit} in {format_count(len(sources), 'file')}")
+            raise UserError(f"{sources[0].name}: no {kind.unit} found in {format_count(len(sources), 'file')}")
         np.save(new / _COUNTS, np.array(counts, dtype=np.int64))
         described = [[source.name, source.size, source.stamp] for source in sources]
         write_atomically(new / _SOURCES, json.dumps(described), durable=True)

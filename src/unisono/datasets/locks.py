@@ -33,6 +33,6 @@ def _acquired(handle: int) -> bool:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:  # the file system does not support locks: each process then does the work itself
+    except OSError:  # the file system has no locks, so each process does the work itself
         pass
     return True

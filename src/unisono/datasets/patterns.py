@@ -76,7 +76,7 @@ def _glob(pattern: str, suffix: str, options: Mapping[str, Any]) -> list[str]:
         protocol = pattern.partition("://")[0]
         try:
             found = sorted(str(path) for path in files.glob(pattern))
-        except Exception as error:  # every file system of fsspec raises others, whose messages may contain secrets
+        except Exception as error:  # of any type; the message may contain secrets
             raise UserError(f"{shown(pattern)} cannot be listed ({type(error).__name__})") from None
         found = [path if is_remote(path) else f"{protocol}://{path.lstrip('/')}" for path in found]
     else:
@@ -87,5 +87,5 @@ def _glob(pattern: str, suffix: str, options: Mapping[str, Any]) -> list[str]:
             return [path]
         found = sorted(glob.glob(path, recursive=True))
     if not found:
-        raise UserError(f"{shown(pattern)}: no such files")
+        raise UserError(f"{shown(pattern)}: no files match")
     return found

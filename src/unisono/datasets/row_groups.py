@@ -58,7 +58,7 @@ class RowGroups(Dataset[Any]):
         self._sizes_of_groups: Array = np.array(self._index.rows[:, 0])
         self._ends: Array = np.cumsum(self._sizes_of_groups)
         if not len(self):
-            raise UserError(f"{self.files[0].name}: there are no rows in these files")
+            raise UserError(f"{self.files[0].name}: these files contain no rows")
         self._groups: OrderedDict[int, Any] = OrderedDict()
         self._files: OrderedDict[str, Any] = OrderedDict()
         self._lock = threading.Lock()
@@ -117,15 +117,15 @@ class RowGroups(Dataset[Any]):
             raise UserError(f"{source.name} cannot be used ({_in_one_line(error)})") from error
 
     def _opened(self, source: Source) -> Any:
-        """Returns a file, ready to read groups from."""
+        """Opens a file for reading its groups."""
         raise NotImplementedError
 
     def _sizes(self, opened: Any) -> list[tuple[int, int]]:
-        """Returns the number of rows of each group of a file, and its place there."""
+        """Returns the number of rows and the location of each group of a file."""
         raise NotImplementedError
 
     def _read(self, opened: Any, place: int) -> Any:
-        """Returns a group of a file, as a table."""
+        """Reads a group of a file as a table."""
         raise NotImplementedError
 
     def __getstate__(self) -> dict[str, Any]:
@@ -138,38 +138,38 @@ class RowGroups(Dataset[Any]):
 
 
 class RangeFile(RawIOBase):
-    """A file for pyarrow that reads ranges of bytes."""
+    """A file object for pyarrow that reads byte ranges with a RangeReader."""
 
     def __init__(self, reader: RangeReader, source: Source) -> None:
         self._reader, self._source, self._at = reader, source, 0
 
     def readable(self) -> bool:
-        """It can be read."""
+        """Returns True."""
         return True
 
     def seekable(self) -> bool:
-        """Any place can be read."""
+        """Returns True."""
         return True
 
     def tell(self) -> int:
-        """Returns the place of the next read."""
+        """Returns the offset of the next read."""
         return self._at
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Moves to a place."""
+        """Moves to an offset and returns it."""
         start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._source.size}[whence]
         self._at = start + offset
         return self._at
 
     def read(self, count: int | None = -1) -> bytes:
-        """Reads from the current place."""
+        """Reads up to `count` bytes from the current offset; by default, reads to the end."""
         left = max(0, self._source.size - self._at)
         data = self._reader.read(self._source, self._at, left if count is None or count < 0 else min(count, left))
         self._at += len(data)
         return data
 
     def size(self) -> int:
-        """Returns the number of bytes."""
+        """Returns the size of the file in bytes."""
         return self._source.size
 
 

@@ -33,7 +33,7 @@ _STAMPS = ("ETag", "etag", "generation", "md5Hash", "sha256", "blob_id", "LastMo
 
 @dataclass(frozen=True)
 class Source:
-    """A file as it was when it was examined. Readers refuse a file that has changed since then."""
+    """A file as it was when it was examined. Readers reject a file that has changed since then."""
 
     url: str  # an absolute path, or a URL
     size: int
@@ -148,7 +148,7 @@ class RangeReader:
                         raise
                     raise _without_url(error, source) from None
                 if pause == _FIRST_PAUSE_S and self._may_report():
-                    text = f"{source.name}: {type(error).__name__}; trying again for up to {_PATIENCE_S:.0f} s"
+                    text = f"{source.name}: {type(error).__name__}; retrying for up to {_PATIENCE_S:.0f} s"
                     print(f"unisono: {text}", file=sys.stderr, flush=True)
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)

@@ -2,7 +2,7 @@
 
 Python's tarfile reads extension headers of any size into memory and follows links. This reader trusts nothing: every
 header must have a valid checksum, extension headers are small, and a member must lie within the file. It returns
-regular files only; links, devices, folders and sparse files are left out.
+regular files only; links, devices, folders and sparse files are skipped.
 """
 
 from __future__ import annotations

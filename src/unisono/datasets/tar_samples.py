@@ -33,7 +33,7 @@ class TarSample:
 def samples(read: Callable[[int, int], bytes], size: int, *, whole: bool = True) -> Iterator[TarSample]:
     """Yields the samples of a tar file of `size` bytes, or of a section of it if `whole` is False.
 
-    Members without a key or an extension and those with an unsafe name belong to no sample.
+    Members that have no key, no extension or an unsafe name belong to no sample.
     """
     keys: set[str] = set()
     sample: TarSample | None = None
@@ -45,13 +45,11 @@ def samples(read: Callable[[int, int], bytes], size: int, *, whole: bool = True)
             if sample is not None:
                 yield sample
             if key in keys:
-                raise TarError(
-                    f"the files of the sample {key[:80]!r} do not follow each other; write them one after another"
-                )
+                raise TarError(f"the files of the sample {key[:80]!r} are not adjacent; write them one after another")
             keys.add(key)
             sample = TarSample(key)
         if name in sample.fields:
-            raise TarError(f"the sample {key[:80]!r} has two files .{name[:40]}")
+            raise TarError(f"the sample {key[:80]!r} has two files with the extension .{name[:40]}")
         sample.fields[name] = member
     if sample is not None:
         yield sample

@@ -131,9 +131,9 @@ class TarShards(Dataset[Any]):
         if self._cache is None or not shard.is_remote:
             return self._reader.read(shard, start, count)
         for _ in range(_ATTEMPTS):
-            with suppress(FileNotFoundError):  # another process made room for a shard of its own
+            with suppress(FileNotFoundError):  # another process removed the shard to make room
                 return self._reader.read(self._cache.local(shard), start, count)
-        raise UserError(f"{shard.name} is removed from the cache before it can be read; raise cache_bytes")
+        raise UserError(f"{shard.name} was removed from the cache before it could be read; raise cache_bytes")
 
     def _rows(self, shard: Source) -> Array:
         """Returns the first block and the number of blocks of each sample in a shard."""

@@ -63,7 +63,7 @@ class Driver:
         self._signal_at = 0.0
         self._kill_at: float | None = None
         self.result: dict[str, Any] | None = None
-        """The result of the run, as a launcher has written it."""
+        """The result of the run, as written by a launcher."""
 
     def run(self) -> int:
         """Creates the machines, waits for the end of the run, and returns its exit code."""
@@ -85,7 +85,7 @@ class Driver:
             return self._exit_code()
         finally:
             for member in self._members:
-                with suppress(Exception):  # it was never created, or the cluster is gone
+                with suppress(Exception):  # the actor was never created, or the cluster is gone
                     ray.kill(member.actor)
 
     def _create(self, member: _Member) -> None:
@@ -117,7 +117,7 @@ class Driver:
         except ray.exceptions.RayError as error:
             self._replace(member, error)
             return
-        if not member.node and self._num_forwarded:  # it started after the signal
+        if not member.node and self._num_forwarded:  # the machine started after the signal
             member.actor.signal.remote(self._signals[0])
         member.node, member.node_id = report["node"], report["node_id"]
         is_main = member.number == min(each.number for each in self._members if each.node)
@@ -137,7 +137,7 @@ class Driver:
                 self._host.end_run("the run has failed on another machine; see its output for the cause")
 
     def _replace(self, member: _Member, cause: object) -> None:
-        """Creates the actor of a machine again after the old one was lost; fails the run if a new one cannot help."""
+        """Creates a new actor for a machine whose actor died; fails the run if no restarts are left."""
         import ray
 
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
@@ -159,7 +159,7 @@ class Driver:
         self._create(member)
 
     def _has_ended(self) -> bool:
-        """Whether a machine has ended the run, and no other machine is still working."""
+        """Returns whether a machine has ended the run and no other machine is still working."""
         ended = any(member.exit is not None for member in self._members)
         return ended and not any(member.exit is None and member.node for member in self._members)
 

@@ -108,7 +108,9 @@ def _history(study: Study) -> Chart | None:
     ]
     if pruned:
         lines.append(Line("pruned", [(float(t.number), t.value or 0.0) for t in pruned], colour=1, joined=False))
-    return Chart("History", lines, x_name="trial", may_be_log=True, note="A pruned trial has its last evaluation.")
+    return Chart(
+        "History", lines, x_name="trial", may_be_log=True, note="For a pruned trial, the value of its last evaluation."
+    )
 
 
 def _curves(study: Study) -> Chart | None:
@@ -167,7 +169,7 @@ def _choices(study: Study, name: str) -> list[Chart | Markup]:
 
 
 def _ranked(study: Study) -> list[TrialResult]:
-    """Returns all trials: complete ones from best to worst, then the others."""
+    """Returns all trials: complete trials from best to worst, then the others."""
     sign = 1 if study.direction == "minimize" else -1
     order = {"complete": 0, "pruned": 1, "failed": 2, "unfinished": 3}
 

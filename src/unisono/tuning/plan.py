@@ -36,7 +36,7 @@ SAMPLERS = ("tpe", "random")
 DIRECTIONS = ("minimize", "maximize")
 
 _PLACEMENT = ("output_dir", "resume", "gpus", "nproc", "max_ranks_per_core", "min_memory_gb", "max_restarts")
-"""Settings that may differ between two starts of a study."""
+"""Settings that may change when a study is continued."""
 
 _KINDS = {"recipe": str, "objective": str, "direction": str, "search": dict, "trials": int, "command": list}
 """Fields of study.json, and their types."""
@@ -47,13 +47,13 @@ class StudyOptions:
     """How a study searches, apart from its search space."""
 
     trials: int = 20
-    """Number of finished trials after which the study ends, pruned and failed ones included."""
+    """Number of finished trials after which the study ends, including pruned and failed trials."""
     objective: str | None = None
     """Evaluation metric to optimize. Default: best_metric if it is set, otherwise eval/loss."""
     direction: Literal["minimize", "maximize"] | None = None
     """Whether a smaller or a larger objective is better. Default: minimize, or best_mode if best_metric is set."""
     pruner: Literal["none", "median", "hyperband"] = "median"
-    """Stops a trial at an evaluation if earlier trials were better at the same step (median), or by Hyperband."""
+    """How bad trials stop early. median: if earlier trials were better at the same step. hyperband: by Hyperband."""
     pruner_startup_trials: int = 5
     """median: number of completed trials before the first one is pruned."""
     sampler: Literal["tpe", "random"] = "tpe"
@@ -71,7 +71,7 @@ class StudyOptions:
         for name, least in (("trials", 1), ("parallel", 1), ("pruner_startup_trials", 0)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ConfigError(f"{name}: expected a whole number from {least} on, got {shown(value)}")
+                raise ConfigError(f"{name}: expected a whole number of at least {least}, got {shown(value)}")
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class StudyPlan:
         return self.base.values["max_steps"] if self.base.values["num_epochs"] is None else None
 
     def identity(self) -> dict[str, Any]:
-        """Everything that must not change between two starts of a study."""
+        """Returns everything that must not change when a study is continued."""
         searched = {space.name for space in self.spaces}
         settings = {
             name: jsonable(value)

@@ -4,9 +4,9 @@ The study's process never trains: it starts and monitors processes of `unisono t
 and in the trials' run folders, so a study that was killed continues exactly where it stopped: trials that were running
 continue from their own checkpoints.
 
-Several processes, also on several machines, may work on one study (`shared`). Each of them decides about trials while
-it holds the lock of the study's folder, and holds a lock of each trial that it trains. The kernel releases the locks of
-a process that dies, so another process, or the same one after a requeue, continues its trials.
+Several processes, also on several machines, may work on one study (`shared`). Each process decides about trials while
+it holds the lock of the study's folder, and holds a lock for each trial that it trains. The kernel releases the locks
+of a process that dies, so another process, or the same one after a requeue, continues its trials.
 """
 
 from __future__ import annotations

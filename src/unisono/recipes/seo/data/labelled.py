@@ -106,9 +106,9 @@ def encode_labels(
 
 
 def _are_few_integers(numbers: list[float]) -> bool:
-    different = set(numbers)
-    few = len(different) <= min(_MAX_CLASSES, max(2, len(numbers) // _MIN_PER_CLASS))
-    return few and all(number.is_integer() for number in different)
+    distinct = set(numbers)
+    few = len(distinct) <= min(_MAX_CLASSES, max(2, len(numbers) // _MIN_PER_CLASS))
+    return few and all(number.is_integer() for number in distinct)
 
 
 def _classes(labels: Sequence[float | str], source: object) -> tuple[list[int], list[str]]:

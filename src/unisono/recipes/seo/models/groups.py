@@ -65,20 +65,20 @@ def grouped(texts: Sequence[Tokens], pad_id: int, number: int, types: Sequence[T
 def _cut(lengths: NDArray[np.int64], number: int) -> list[tuple[int, int]]:
     """Divides sorted lengths into `number` parts with the least padding; returns the start and end of each part."""
     # Texts of equal length stay together, so the cost depends on the number of distinct lengths.
-    different, counts = np.unique(lengths, return_counts=True)
-    ends, size, places = np.cumsum(counts), len(lengths), np.arange(len(different))
-    if number >= len(different):
-        return [*pairwise([0, *ends.tolist()]), *[(size, size)] * (number - len(different))]
+    distinct, counts = np.unique(lengths, return_counts=True)
+    ends, size, places = np.cumsum(counts), len(lengths), np.arange(len(distinct))
+    if number >= len(distinct):
+        return [*pairwise([0, *ends.tolist()]), *[(size, size)] * (number - len(distinct))]
     # cost[j]: the smallest padded size of all texts up to the j-th distinct length, with the parts so far.
-    cost = ends * different
+    cost = ends * distinct
     cuts = []
     for _ in range(number - 1):
-        area = (ends[:, None] - ends[None, :]) * different[:, None] + cost[None, :]
+        area = (ends[:, None] - ends[None, :]) * distinct[:, None] + cost[None, :]
         area = np.where(places[None, :] < places[:, None], area, np.iinfo(np.int64).max)
         best = area.argmin(axis=1)
         cuts.append(best)
         cost = np.where(places > 0, area[places, best], cost)
-    edges, last = [size], len(different) - 1
+    edges, last = [size], len(distinct) - 1
     for best in reversed(cuts):
         last = int(best[last])
         edges.append(int(ends[last]))
