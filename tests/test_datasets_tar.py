@@ -161,9 +161,9 @@ BROKEN = {
     "pax": ([header("x", 9, b"x"), padded(b"999 a=b\n"), END], "damaged pax header"),
     "pax size": ([header("x", 12, b"x"), padded(b"12 size=-99\n"), header("a.txt"), END], "no valid size"),
     "pax number": ([header("x", 9, b"x"), padded("٣ a=b\n".encode()), END], "damaged pax header"),
-    "twice": ([(header("a.txt", 1) + padded(b"a")) * 2, END], "two files .txt"),
+    "twice": ([(header("a.txt", 1) + padded(b"a")) * 2, END], "two files with the extension .txt"),
     "torn": ([header("a.txt"), header("b.txt"), header("a.cls"), END], "are not adjacent"),
-    "empty": ([END], "there are no samples in 1 file"),
+    "empty": ([END], "no samples found in 1 file"),
     "nothing": ([], "truncated"),
 }
 
