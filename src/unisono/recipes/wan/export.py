@@ -60,9 +60,9 @@ def write_pipeline(
 ) -> str:
     """Writes trained transformers and the other parts of a pipeline to an empty folder; returns a description.
 
-    `source` is the model that training started from, whose other parts are copied (with an expert that was not
-    trained), or the parts themselves. If boundary_ratio is None, that of the source is used. `has_given_frames`:
-    whether the transformers are those of an image-to-video model.
+    `source` is either the model that training started from or its other parts; the other parts, including an expert
+    that was not trained, are copied. If boundary_ratio is None, the source's value is used. `has_given_frames`: whether
+    this is an image-to-video model.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} is not an empty folder, and an export never overwrites files; choose another folder")

@@ -37,7 +37,7 @@ def write_student(setup: Setup, model: Experts, folder: Path, file_format: str |
     content["scheduler"] = ["diffusers", type(scheduler).__name__]
     index.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     call = arguments_of(setup)
-    # This file is for users who have nothing but this folder; diffusers ignores it.
+    # diffusers ignores this file; it tells users who have only this folder how to call the pipeline.
     (folder / HOW_TO_DRAW).write_text(json.dumps(call, indent=2) + "\n", encoding="utf-8")
     flags = ", ".join(f"{name}={value}" for name, value in call.items())
     return f"{description}; use it with WanPipeline.from_pretrained({str(folder)!r})({prompt!r}, {flags})"

@@ -274,7 +274,7 @@ def _file(path: Path, part: str) -> Path:
 
 
 def _raw(file: Path) -> tuple[dict[str, Tensor], str]:
-    """The tensors in a file, and diffusers' metadata."""
+    """Reads the tensors and diffusers' metadata from a file."""
     with reading_safetensors(file):
         opened = TensorFile(file)
         metadata = opened.metadata.get("lora_adapter_metadata", "{}")

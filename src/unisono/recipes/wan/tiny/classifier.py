@@ -91,7 +91,7 @@ def trained_classifier(seed: int = 0) -> ShapeClassifier:
 
 
 def _training_data(seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Still images and all frames of clips: [images, 3, size, size], and their colours and shapes."""
+    """Returns still images and all frames of clips, [images, 3, size, size], and their colours and shapes."""
     images, colours, shapes = [], [], []
     for num_samples, num_frames in ((_NUM_STILLS, 1), (_NUM_CLIPS, _CLIP_FRAMES)):
         drawings = Shapes(num_samples, num_frames, _SIZE, seed, split="judge")

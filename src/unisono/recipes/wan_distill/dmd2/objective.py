@@ -84,7 +84,7 @@ class Dmd2:
             self._base_to_record = self._base.for_one_process(work)
 
     def model(self) -> Experts | StudentAndScore:
-        """The teacher's transformers with two LoRAs, or two copies of them; on the meta device."""
+        """The teacher's transformers with two LoRAs, or two copies of the transformers; on the meta device."""
         if not self._is_lora:
             return StudentAndScore(self._experts(), self._experts())
         model = self._experts()

@@ -74,7 +74,7 @@ class StudentAndScore(nn.Module):
 
 @dataclass(frozen=True)
 class WholeRoles:
-    """The student and the score are whole models, and the teacher a third one, which is not trained."""
+    """The student, the score and the teacher are three whole models; the teacher is not trained."""
 
     frozen: Teacher
 

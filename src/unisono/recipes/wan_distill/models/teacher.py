@@ -148,7 +148,7 @@ def load_teacher(
             fill(transformer, path, device="cpu" if offloaded else device, own_dtypes=True)
         else:
             _fill_quantized(transformer, path, base_precision, device)
-        if dtype_name == "float8":  # diffusers leaves norms and embeddings as they are
+        if dtype_name == "float8":  # diffusers does not cast norms and embeddings
             transformer.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=dtype)  # type: ignore[operator]
         if not offloaded:
             transformer.to(device)

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_PROGRAMS = (4, 2)  # at a time on each multiprocessor, for rows of up to 2048 numbers and for longer ones
+_PROGRAMS = (4, 2)  # programs per multiprocessor, for rows of up to 2048 numbers and for longer rows
 _GELU = (16, 128, 32, 4)
 
 
