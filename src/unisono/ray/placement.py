@@ -19,7 +19,7 @@ from unisono.errors import ConfigError, TrainingFailed
 from unisono.formatting import format_count
 from unisono.settings import Settings
 
-_ALL_S = 30.0  # seconds to wait for all machines before a run begins with fewer; as without Ray
+_ALL_S = 30.0  # seconds to wait for all machines before a run begins with fewer, the same limit as without Ray
 _MESSAGE_AFTER_S = 10.0
 
 

@@ -1,4 +1,4 @@
-"""One trial: a process of `unisono train` in a folder of its own, and the evaluations that it writes."""
+"""Runs one trial as a process of `unisono train` in its own folder, and reads the evaluations that it writes."""
 
 from __future__ import annotations
 

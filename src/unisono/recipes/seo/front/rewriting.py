@@ -1,4 +1,4 @@
-"""Proposes changes that add no words: moving a sentence, dropping repeated ones, and splitting long ones.
+"""Proposes changes that add no words: moves a sentence, drops repeated sentences, and splits long sentences.
 
 Every word of a changed text occurs at least as often in the original, so no change can invent a fact or repeat a
 keyword. `adds_nothing` checks every change before it is proposed.

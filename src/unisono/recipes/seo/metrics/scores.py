@@ -30,7 +30,7 @@ _TRIVIAL = (
     "AUC_majority",
     "ECE_majority",
     "ECE_length",
-)  # AUC is always 0.5, and label frequencies are calibrated by definition
+)  # omitted, because AUC is always 0.5, and label frequencies are calibrated by definition
 
 
 def class_metrics(probabilities: Numbers, labels: NDArray[np.int64]) -> dict[str, float]:
