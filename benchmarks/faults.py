@@ -4,7 +4,7 @@
     python benchmarks/faults.py --quick                            # a few of each kind
 
 Each row of the table trains the same small run with other faults and compares it with an undisturbed run: the final
-weights, optimizer state and average (bit by bit, or up to rounding if the arithmetic differs), the loss of every step,
+weights, optimizer state and average (bit for bit, or up to rounding if the arithmetic differs), the loss of every step,
 and the samples of every step (none lost, none twice). After each run, no process may be left.
 """
 

@@ -73,7 +73,7 @@ def faults(result: dict[str, Any]) -> str:
     recoveries = [seconds for row in rows for seconds in row["recoveries"]]
     text = f"**{total} injected faults, {'no run' if not lost else f'{lost} of {len(rows)} rows'} lost.** "
     text += f"After {_faults(exact)} of them weights, optimizer state, average and losses must equal those of an "
-    text += f"undisturbed run bit by bit: {_difference(exact)}. After {_faults(rounded)} (out of memory, another "
+    text += f"undisturbed run bit for bit: {_difference(exact)}. After {_faults(rounded)} (out of memory, another "
     text += f"number of ranks) they must agree up to rounding: {_difference(rounded)}"
     if recoveries:
         text += f". Median time from the kill of a rank to the next step: {statistics.median(recoveries):.1f} s"
@@ -320,7 +320,7 @@ def tune() -> str:
     text = f"A study of {result['trials']} trials of TwoMoons, with all its processes killed {len(result['kills'])} "
     text += f"times, ended with {len(states)} finished trials: {states.count('complete')} complete and "
     text += f"{states.count('pruned')} pruned. {same} of {len(states)} trials equal those of the study without kills, "
-    return text + f"bit by bit, and the best trial is {best} ([results](../benchmarks/results/tune.md)).\n"
+    return text + f"bit for bit, and the best trial is {best} ([results](../benchmarks/results/tune.md)).\n"
 
 
 def trackers() -> str:

@@ -126,7 +126,7 @@ def main() -> None:
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether a trial of one study equals that of the other, bit by bit."""
+    """Whether a trial of one study equals that of the other, bit for bit."""
     return all(one[name] == other[name] for name in ("state", "params", "value", "evaluations"))
 
 
@@ -146,7 +146,7 @@ def page(result: dict[str, Any]) -> str:
         "",
         f"- finished trials: {len(states)} (target {result['trials']}): {states.count('complete')} complete, "
         f"{states.count('pruned')} pruned, {states.count('failed')} failed",
-        f"- trials that are equal to those of the study without kills, bit by bit: {num_same} of {len(pairs)}",
+        f"- trials that are equal to those of the study without kills, bit for bit: {num_same} of {len(pairs)}",
         f"- best trial: {result['best_killed']}, without kills {result['best_whole']}",
         "",
         "| trial | outcome | starts | eval/loss | last step | same as without kills |",

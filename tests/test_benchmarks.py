@@ -31,7 +31,7 @@ def test_the_benchmarks_page_shows_the_measured_fault_results(tmp_path: Path) ->
     rows = [fault_row(200, 0.0, 0.0), fault_row(30, 1e-10, 3e-14)]
     (tmp_path / "faults.json").write_text(json.dumps({"rows": rows}))
     [line] = survived(tmp_path).splitlines()
-    assert "230 injected faults, no run lost" in line and "bit by bit: no difference" in line
+    assert "230 injected faults, no run lost" in line and "bit for bit: no difference" in line
     assert "largest difference 3e-14" in line and "5.0 s" in line and "(../benchmarks/results/faults.md)" in line
     (tmp_path / "faults.json").write_text(json.dumps({"rows": [*rows, fault_row(20, 0.0, 0.25, ok=False)]}))
     (tmp_path / "save_stall.json").write_text(
@@ -46,7 +46,7 @@ def test_the_benchmarks_page_shows_the_measured_fault_results(tmp_path: Path) ->
         )
     )
     first, second = survived(tmp_path).splitlines()
-    assert "1 of 3 rows lost" in first and "bit by bit: largest difference 2e-01" in first
+    assert "1 of 3 rows lost" in first and "bit for bit: largest difference 2e-01" in first
     assert "1 billion parameters (12 GB) on NVIDIA X" in second and "0.20 s, 1.0 % of the 20.0 s" in second
 
 

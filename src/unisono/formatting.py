@@ -11,7 +11,7 @@ LONGEST_MESSAGE = 2_000
 
 
 def format_number(value: float, digits: int = 4) -> str:
-    """Formats a number briefly, with at least `digits` significant digits: 0.00713, 12,840, 512 M, 3.2e-05."""
+    """Formats a number compactly, rounding decimals to `digits` significant digits: 0.00713, 12,840, 512 M, 3.2e-05."""
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
     if value == int(value) and abs(value) < 1e7:

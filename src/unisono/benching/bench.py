@@ -135,7 +135,7 @@ def _measure(
 
 
 def new_folder(resolved: Resolved, recipe: str) -> Path:
-    """Creates the folder of the result; raises ConfigError if it exists and is not empty."""
+    """Creates the output folder; raises ConfigError if output_dir names a folder that is not empty."""
     typed = resolved.values["output_dir"]
     wanted = absolute(typed or default_folder(f"bench-{recipe}"))
     check_writable(wanted)

@@ -44,8 +44,8 @@ def _parser() -> TrainingParser:
         "--scaling",
         choices=["weak", "strong"],
         default="weak",
-        help="weak: the batch per rank stays the same, and the global batch grows; strong: all "
-        "measurements use the global batch of the smallest number of ranks (default: weak)",
+        help="weak: the batch size per rank is fixed, and the global batch size grows with the number of ranks; "
+        "strong: the global batch size is fixed at that of the measurement with the fewest ranks (default: weak)",
     )
     parser.add_argument(
         "--overhead",

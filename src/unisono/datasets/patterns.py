@@ -24,7 +24,7 @@ def expand(
 ) -> list[str]:
     """Returns the files that the patterns match, in the order of the patterns; the matches of a glob are sorted.
 
-    A local folder stands for its files whose names end in `suffix`. `options` are passed to fsspec.
+    A local folder is expanded to the files in it whose names end in `suffix`. `options` are passed to fsspec.
     """
     several = [patterns] if isinstance(patterns, str | os.PathLike) else list(patterns)
     files: dict[str, None] = {}

@@ -31,7 +31,7 @@ from unisono.errors import RecipeError, TrainingFailed
 from unisono.formatting import format_count
 
 _MANY = 100
-_GROUPED = 2**16  # number of samples to group by shape at a time, because sorting millions takes long
+_GROUPED = 2**16  # group this many samples by shape at a time, because sorting millions is slow
 
 
 class Evaluation:

@@ -108,9 +108,9 @@ def load_trained(
     """
     record, recipe_class = _recipe_of(run, reference)
     if not all(isinstance(record.get(name), dict) for name in ("config", "sources")):
-        raise UserError(f"{run}: run.json lacks the settings of the run; it is damaged")
+        raise UserError(f"{run}: run.json is damaged: it does not contain the settings of the run")
     resolved = settings_in(record, (Settings, recipe_class.Config))
-    # Read the checkpoint before building the model, which may take long: a run that is still training may delete it.
+    # Read the checkpoint before building the model: building may be slow, and a run that still trains may delete it.
     checkpoint, state, is_average = _read_checkpoint(run, step, {"recipe": record["recipe"]}, weights)
     recipe = recipe_class(resolved.build(recipe_class.Config))
     recipe.prepared, recipe.base_precision = run / "prepared", resolved.values["base_precision"]
@@ -281,4 +281,5 @@ def _load_state(model: nn.Module, state: dict[str, Tensor], not_saved: set[str])
     # A checkpoint stores tied weights under one name.
     missing = [name for name in missing if own[name].data_ptr() not in filled and name not in not_saved]
     if missing or unexpected:
-        raise UserError(f"the checkpoint does not match the recipe's model: {', '.join([*missing, *unexpected][:3])}")
+        names = [f"missing: {name}" for name in missing[:2]] + [f"unexpected: {name}" for name in unexpected[:2]]
+        raise UserError(f"the checkpoint does not match the recipe's model ({', '.join(names)})")

@@ -345,7 +345,9 @@ def _check_plain(path: Path, plain: dict[str, dict[str, Any]], components: Compo
         for slot, value in slots.items():
             is_tensor = (name, slot) in here or f"optimizer.{name}.{slot}" in saved
             if is_tensor or isinstance(value, str | dict):
-                raise CheckpointError(f"{path} cannot be loaded: {slot!r} of {name!r} has the wrong type")
+                raise CheckpointError(
+                    f"{path} cannot be loaded: the optimizer state {slot!r} of {name!r} has the wrong type"
+                )
 
 
 def _missing_optimizer_state(

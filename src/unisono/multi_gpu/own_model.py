@@ -34,8 +34,8 @@ class UserParts:
     train: Dataset[Any]
     val: Dataset[Any] | None = None
     loss_fn: LossFunction | None = None
-    optimizer: Any = None  # an optimizer, its class, its name, or a function of the parameters
-    scheduler: Any = None  # a scheduler, or a function of the optimizer
+    optimizer: Any = None  # an optimizer, a class, a name, or a function of the parameters that returns one
+    scheduler: Any = None  # a scheduler, or a function of the optimizer that returns one
     collate: Callable[[list[Any]], Any] | None = None
     schedule_every_step: bool = False
     num_ranks: int = 1

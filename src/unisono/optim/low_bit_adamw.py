@@ -77,7 +77,7 @@ def nearest_codes(values: Tensor, bits: int, signed: bool) -> Tensor:
 
 @dataclass(frozen=True)
 class BlockCodes:
-    """The format of a stored moment: the number of bits of a code, and whether values have a sign."""
+    """The format of a stored moment: the number of bits per code, and whether the values are signed."""
 
     bits: int
     signed: bool

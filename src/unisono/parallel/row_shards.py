@@ -34,7 +34,7 @@ class RowShards:
     world: int = 1  # number of ranks that hold one copy of the weights
     device: torch.device | None = None  # where collectives run; offloaded shards are on the CPU
     group: dist.ProcessGroup | None = None  # the ranks that hold one copy of the weights; None: all ranks of the run
-    has_replicas: bool = False  # other ranks hold further copies, which must stay equal bit by bit
+    has_replicas: bool = False  # other ranks hold further copies, which must stay equal bit for bit
 
     def is_sharded(self, weight: Tensor) -> bool:
         """Whether other ranks hold rows of this weight."""

@@ -148,7 +148,7 @@ class Strategy(ABC):
             self._turn = group
 
     def _whole_weights(self) -> Mapping[str, nn.Parameter]:
-        """Returns the trained parameters of the model by name, to which `parameters` belong."""
+        """Returns the trained parameters of the model by name: the whole weights, where `parameters` holds shards."""
         return dict(self.parameters)
 
     def _trained_now(self) -> Mapping[str, nn.Parameter]:

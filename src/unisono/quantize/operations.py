@@ -14,7 +14,7 @@ from torch import Tensor
 LARGEST_FP8 = 448.0
 """The largest number of float8 e4m3."""
 
-# By hand rather than `custom_op`, which has more overhead per call.
+# torch.library.Library instead of torch.library.custom_op, which has more overhead per call.
 _LIBRARY = torch.library.Library("unisono", "FRAGMENT")  # type: ignore[no-untyped-call]
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 

@@ -368,7 +368,7 @@ class Agent(LocalElasticAgent):
 @contextlib.contextmanager
 def _own_handlers_restored() -> Iterator[None]:
     """Restores the launcher's signal handlers at the end, because torch 2.9 replaces them whenever it starts ranks."""
-    # Include an ignored SIGHUP, because otherwise nohup would not keep the run alive.
+    # stop_signals() omits SIGHUP if it is ignored, as under nohup. Restore that too: a hangup must not end the run.
     handlers = {signum: signal.getsignal(signum) for signum in {*stop_signals(), signal.SIGHUP, signal.SIGQUIT}}
     try:
         yield

@@ -16,7 +16,7 @@ from unisono.formatting import describe_exception
 from unisono.observe.folder import append_event
 
 _NOWHERE = "-"
-_OTHER_RANK_S = 2.0  # seconds to wait for the file of another rank
+_OTHER_RANK_S = 2.0  # seconds to wait for the rank that failed first to write the path of its traceback
 _STORE_S = 5.0  # seconds to wait for the store; the rank that hosts it may be gone
 
 

@@ -99,7 +99,9 @@ def table(path: Path, group: Any, name: str) -> NDArray[Any]:
         raise BadMedia(path, f"{name!r} is stored in other files, which are not read")
     properties = dataset.id.get_create_plist()
     if not {properties.get_filter(index)[0] for index in range(properties.get_nfilters())} <= _BUILT_IN_FILTERS:
-        raise BadMedia(path, f"{name!r} uses a compression that needs a plugin; compress it with gzip")
+        raise BadMedia(
+            path, f"{name!r} uses an HDF5 compression filter that needs a plugin; write it again with the gzip filter"
+        )
     chunk = math.prod(dataset.chunks or (0,)) * dataset.dtype.itemsize
     if chunk > _MOST_CHUNK or dataset.size * dataset.dtype.itemsize > _MOST_BYTES:
         raise BadMedia(path, f"{name!r} of shape {dataset.shape} is too large for the features of one video")

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 TINY = "tiny"
 _VOCABULARY = 8192
-_MOST_TEXTS = 200_000  # more texts hardly change the vocabulary
+_MOST_TEXTS = 200_000  # more texts would hardly change the vocabulary
 _ENDLESS = re.compile(r"\S{256}")
 _PAD, _BEGIN, _END, _MASK = "[PAD]", "[CLS]", "[SEP]", "[MASK]"
 _WIDTH, _LAYERS, _HEADS = 128, 2, 4

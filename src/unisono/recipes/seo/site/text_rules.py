@@ -53,7 +53,7 @@ class Check:
 
 
 def check_text(text: str, keywords: Sequence[str] = (), lang: str = "en") -> list[Check]:
-    """Checks a plain text: its length, its readability, and where the keywords occur."""
+    """Checks the length and readability of a text, and where the keywords occur."""
     return [
         length_check(text),
         readability_check(text, lang),

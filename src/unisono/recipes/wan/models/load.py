@@ -268,14 +268,14 @@ def _is_count(value: Any) -> bool:
 
 
 def build(config: Mapping[str, Any]) -> Any:
-    """A WanTransformer3DModel on the CPU, with the initial weights of its own constructor."""
+    """Creates a randomly initialised WanTransformer3DModel on the CPU."""
     from diffusers import WanTransformer3DModel
 
     return WanTransformer3DModel(**config)  # type: ignore[no-untyped-call]
 
 
 def build_meta(config: Mapping[str, Any]) -> Any:
-    """A WanTransformer3DModel on the meta device, except for its position tables, which are on the CPU."""
+    """Creates a WanTransformer3DModel on the meta device, with its position tables on the CPU."""
     with torch.device("meta"):
         model = build(config)
     # No file contains the position tables; only the constructor creates them.

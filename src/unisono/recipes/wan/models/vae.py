@@ -84,7 +84,7 @@ class WanVae:
 
     @classmethod
     def load(cls, folder: Path) -> WanVae:
-        """The VAE in a folder of diffusers, in float32 and on the CPU."""
+        """Loads the VAE from a folder in diffusers' layout, in float32 on the CPU."""
         from diffusers import AutoencoderKLWan
 
         return cls(load_part(AutoencoderKLWan, folder, torch_dtype=torch.float32))

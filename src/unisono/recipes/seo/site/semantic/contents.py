@@ -85,7 +85,7 @@ class Contents:
 
 
 def without_names(title: str, names: Sequence[str]) -> str:
-    """A title without the parts that are the site's name."""
+    """Removes the name of the site from a title."""
     parts = [part for part in _BAR.split(title) if part.strip() and _fold(part) not in names]
     return ": ".join(parts) if parts else title
 
