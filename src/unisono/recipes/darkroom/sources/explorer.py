@@ -87,8 +87,8 @@ class ActionExplorer(Source):
 
     def act(self, cells: Tensor, step: int) -> Tensor:
         ways = (self._possible.float() @ self._one_hot_moves).view(-1, NUM_ACTIONS, NUM_ACTIONS)
-        # The score of an action is the number of possible tasks in which it leads towards the goal. Random numbers below
-        # 1 are added only to break ties.
+        # The score of an action is the number of possible tasks in which it leads towards the goal. Random numbers
+        # below 1 are added only to break ties.
         score = (ways * self._forward[cells][:, None]).sum(dim=2)
         uniform = self.draws.uniform(NUM_ACTIONS + 3)
         return _with_noise((score + uniform[:, 3:] / 2).argmax(dim=1), self._noise, uniform)
