@@ -227,17 +227,44 @@ def _write_started(folder: Path) -> None:
     run.close()
 
 
+def _write_copy(folder: Path) -> None:
+    """The copy of a run in object storage."""
+    from unisono.observe.folder import RunFolder
+
+    run = RunFolder(folder)
+    run.open({"id": "a", "recipe": "Tiny", "starts": ["x"], "config": {}, "sources": {}})
+    run.metrics({"step": 2, "eval/loss": 0.1})
+    run.close()
+    save_checkpoints(folder)
+
+
+def _restore(folder: Path) -> None:
+    """Restores the run from its copy, which fsspec reads from this folder."""
+    from unisono.mirror.restore import restore_run
+
+    _resealed(folder / "checkpoints" / "step_00000002")
+    address = f"file://{folder.resolve()}"
+    restore_run(folder / "made", address, "Tiny", resume="auto", is_named=True)
+
+
 def _write_study(folder: Path) -> None:
+    _write_trials(folder, shared=False)
+
+
+def _write_shared_study(folder: Path) -> None:
+    _write_trials(folder, shared=True)
+
+
+def _write_trials(folder: Path, *, shared: bool) -> None:
     import optuna
 
-    from unisono.tuning.storage import database_url
+    from unisono.tuning.storage import close_database, open_database
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    storage = optuna.storages.RDBStorage(database_url(folder / "study.db"))
+    storage = open_database(folder, shared=shared)
     study = optuna.create_study(storage=storage, study_name="study", sampler=optuna.samplers.RandomSampler(seed=0))
     study.optimize(lambda trial: trial.suggest_float("learning_rate", 1e-4, 1e-1, log=True), n_trials=3)
-    storage.remove_session()
-    storage.engine.dispose()
+    close_database(storage)
     record = {
         **{"kind": "study", "recipe": "Made", "objective": "eval/loss", "direction": "minimize", "trials": 3},
         **{"search": {"learning_rate": "0.0001..0.1"}, "command": ["unisono", "train", "Made"], "config": {}},
@@ -373,6 +400,8 @@ READERS = [
     Reader("report", "unisono.observe.report.read", write_run, _report, words=_JSON_WORDS),
     Reader("watch", "unisono.observe.watch.live_run", write_run, _watch, words=_JSON_WORDS),
     Reader("study", "unisono.tuning.study", _write_study, _read_study),
+    Reader("study_journal", "unisono.tuning.storage", _write_shared_study, _read_study, words=_JSON_WORDS),
+    Reader("object_storage", "unisono.mirror.restore", _write_copy, _restore, words=_JSON_WORDS),
     Reader(
         "rendezvous_server",
         "unisono.cluster.rendezvous.server",
