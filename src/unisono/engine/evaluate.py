@@ -67,7 +67,7 @@ class Evaluation:
                 # A forward pass without backward leaves gathered weights behind, even if it failed.
                 failure, stopped = self._over_data(loader, step, sums, metrics)
             self._strategy.weights_changed()
-            if stopped or failure:  # this includes metrics that a failed batch has updated but not returned
+            if stopped or failure:  # also resets metrics that a failed batch has updated but not returned
                 for metric in [*metrics.values(), *_metrics_in(vars(self._recipe))]:
                     metric.reset()
             if stopped:
@@ -180,7 +180,7 @@ class Evaluation:
             )
         for name, value in returned.items():
             if _is_metric(value):
-                if weight:  # with weight 0, metrics are discarded copies
+                if weight:  # with weight 0, the metrics are copies, which are discarded
                     metrics[name] = value
                 continue
             if not isinstance(value, tuple) or len(value) != 2:

@@ -36,7 +36,7 @@ from unisono.quantize.reduced_layers import prune_weights, reduce_products
 from unisono.quantize.reduced_products import Products
 from unisono.settings import Settings
 
-_MOST_RETRIES_S = 60.0  # seconds to retry if the run deletes checkpoints before they can be read
+_MOST_RETRIES_S = 60.0  # maximum seconds to retry while the run deletes checkpoints before they can be read
 
 
 def export_run(

@@ -40,7 +40,7 @@ class Feed:
         self._end = None if self._recipe.whole_epochs else run.length.samples
         self._loader: Loader | ResidentLoader | None = None
         self._agreement = run.rank.agreement
-        self._positions = dict[int, StreamPosition]()  # of the stream, by the number of samples that steps consumed
+        self._positions = dict[int, StreamPosition]()  # positions in the stream, by number of samples consumed
         if is_stream(data):
             stored, parts = run.checkpoint.streams, self._placement.data_world
             position = StreamPosition.beginning(data, parts) if stored is None else stored[self._placement.data_rank]
@@ -58,7 +58,7 @@ class Feed:
         return micro
 
     def to_json(self) -> dict[str, Any]:
-        """What a checkpoint stores of the data besides the number of samples; every rank calls it."""
+        """Returns what a checkpoint stores about the data besides the number of samples; every rank calls it."""
         if not self._positions:
             return {}
         mine = self._placement.data_rank, self._positions[self._state.samples].to_json()

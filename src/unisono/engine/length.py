@@ -63,7 +63,7 @@ class Length:
     def of(cls, settings: Settings, num_samples: int, state: TrainState, *, whole_epochs: bool = False) -> Length:
         """Returns the length that max_steps or num_epochs sets, whichever ends the run first.
 
-        Steps are counted from the current state, because an extended run may contain a smaller batch at its former end.
+        Counts steps from the current state, because the last batch before an extended run's former end may be smaller.
         """
         strides = Strides(state.global_batch, num_samples if whole_epochs else None)
         epochs = settings.run.num_epochs

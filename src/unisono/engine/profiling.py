@@ -49,7 +49,7 @@ class ProfilingRecorder(Recorder):
         self._last = self._first + spec.steps - 1
         self._session: ProfileSession | None = None
         self._running = False
-        self._begins: list[float] = []  # when the last steps before the profile began
+        self._begins: list[float] = []  # start times of the last steps before the profile
         self._comm_s: dict[int, float] = {}  # seconds spent waiting for other ranks, by step
         self._stopped_after = 0  # the last profiled step
         self._where = ""

@@ -202,7 +202,7 @@ class Recipe:
         """
 
     whole_epochs: ClassVar[bool] = False
-    """Whether no step has samples of two epochs, so that the last step of an epoch may be smaller than the others."""
+    """Whether steps never mix samples of two epochs; the last step of an epoch may then be smaller than the others."""
 
     def learning_rate(self, step: int) -> float | Sequence[float] | None:
         """Returns the learning rate of step `step`, counted from 0; None for the schedule in the settings.

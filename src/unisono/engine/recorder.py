@@ -116,7 +116,7 @@ class Recorder:
 
     @contextmanager
     def message_if_slow(self, text: str) -> Iterator[None]:
-        """A context that prints `text` if its body takes long, so that users do not mistake it for a hang."""
+        """A context that prints `text` if its body takes a long time, so that users do not mistake it for a hang."""
         timer = Timer(_SLOW_S, self.message, [text])
         timer.daemon = True
         if self._main:

@@ -99,14 +99,14 @@ def _optimizer_class(components: Components) -> str | dict[str, str]:
 
 @dataclass(frozen=True)
 class FileChecks:
-    """Functions that examine the files of checkpoints, on this process alone or on all ranks together."""
+    """Functions that examine the files of checkpoints, in this process alone or on all ranks together."""
 
     damage: Damage
     contents: Callable[[Path], Contents]  # reads the contents of a checkpoint whose files are undamaged
 
     @classmethod
     def local(cls) -> FileChecks:
-        """Examines files on this process alone."""
+        """Returns functions that examine files in this process alone."""
         examination = Examination()
         return cls(examination.damage, examination.contents)
 
@@ -244,7 +244,7 @@ def restore(
 
 
 def streams_in(extra: Mapping[str, Any], path: Path, parts: int | None) -> list[StreamPosition] | None:
-    """The positions of the ranks' streams in a checkpoint. `parts`: how many the run reads; None if it reads none."""
+    """Returns the positions of all streams in a checkpoint; `parts` is how many streams the run reads, None without."""
     stored = extra.get("streams")
     if parts is None:
         if stored is not None:

@@ -325,7 +325,7 @@ class Trainer:
                 self._heartbeat.at("preview", self.state.step)
                 draw_preview(self._run, self.state.step, self._recorder)
         self.state.owes_evaluation = metrics is None
-        if metrics:  # done after the average is swapped back, because this may save a checkpoint
+        if metrics:  # only after the weights have replaced the average again, because this may save a checkpoint
             self._keep_best(metrics)
         return metrics is None
 

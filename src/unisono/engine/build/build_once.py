@@ -40,7 +40,7 @@ SMALL = 64 * 2**20
 WORTH_A_REMARK = 2**30
 """Minimum size in bytes of a model for which a note tells the user why each rank builds it."""
 
-_SMALL_PART = 50  # every rank builds a model if at most 1 / 50 of its bytes are not read from files, such as a LoRA
+_SMALL_PART = 50  # every rank builds a model if at most 1/50 of its bytes (a LoRA, say) are not read from files
 _PLAIN = (bool, int, float, str, torch.device, torch.dtype, type(None))
 
 
@@ -134,7 +134,7 @@ def _build_on_meta(
             model = build_model(recipe)
         reason = _difference(model, announced, existing)
         if not torch.equal(generator, torch.get_rng_state()):
-            # These numbers differ from rank 0's: there, initialising the weights has advanced the generator first.
+            # These numbers differ from rank 0's, whose generator has also drawn the initial weights.
             reason = "model() draws random numbers on the CPU even if the default device is meta"
         weights = _weights_of(recipe, model, seed, placement)
     except Exception as error:
@@ -175,7 +175,7 @@ def _difference(model: nn.Module, announced: _Announcement, existing: Sequence[T
     for name, parameter in model.named_parameters():
         if not parameter.is_meta:
             return f"{name} is not on the meta device"
-    # Rank 0 would not send the values of, for instance, a mask in a plain attribute or a second model in the recipe.
+    # Rank 0 sends only weights and buffers, not, say, a mask in a plain attribute or a second model in the recipe.
     expected_ids = {id(part) for tensor in tensors.values() for part in (tensor, tensor._base)} | {*map(id, existing)}
     if any(id(tensor) not in expected_ids for tensor in _meta_tensors()):
         return "model() creates tensors that are neither weights nor buffers of the model"

@@ -184,8 +184,8 @@ def _initial_model(recipe: Recipe, settings: Settings, placement: Placement, agr
 def _handle_batch_norm(model: nn.Module, settings: Settings, placement: Placement) -> tuple[nn.Module, list[str]]:
     """Synchronises batch norm if the settings say so, and warns about it.
 
-    Batch norm depends on the other samples of its micro-batch. It is the only layer that makes a run depend on the
-    micro-batch.
+    Batch norm depends on the other samples in its micro-batch. It is the only layer that makes the result of a run
+    depend on the micro-batch size.
     """
     if not any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
         return model, []

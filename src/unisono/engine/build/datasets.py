@@ -71,7 +71,7 @@ def build_datasets(
 
 
 def _check_stream(recipe: Recipe, stream: Any, settings: Settings) -> list[str]:
-    """Rejects settings that need the number of samples; returns notes for the user."""
+    """Rejects settings that need the number of samples, which a stream does not have; returns notes for the user."""
     if recipe.whole_epochs:
         raise RecipeError(f"{type(stream).__name__} is a stream without a length; pass a map-style dataset")
     if settings.run.num_epochs is not None or settings.run.max_steps is None:

@@ -1,8 +1,8 @@
 """Disables dropout in a model, for runs that are compared: dropout masks depend on the number of ranks.
 
 Dropout layers are recognised by their class. Other modules (attention, recurrent layers, stochastic depth) store the
-probability in an attribute. Such an attribute must have one of the usual names, and its value must be a possible
-probability. A `droplet_size`, `pressure_drop` or `drop_threshold` does not change.
+probability in an attribute. An attribute counts only if it has one of the usual names and its value is a valid
+probability, so `droplet_size`, `pressure_drop` and `drop_threshold` do not change.
 """
 
 from __future__ import annotations

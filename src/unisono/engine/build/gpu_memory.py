@@ -11,7 +11,7 @@ from unisono.settings import Settings
 
 
 def limit_gpu_memory(settings: Settings, device: torch.device) -> None:
-    """Makes torch's allocator use no more of the GPU than `gpu_memory_gb` says; every rank calls it."""
+    """Limits torch's allocator to `gpu_memory_gb` of GPU memory; every rank calls it."""
     gigabytes = settings.memory.gpu_memory_gb
     if gigabytes is None or device.type != "cuda":
         return

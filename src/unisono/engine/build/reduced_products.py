@@ -28,7 +28,7 @@ def reduce_linears(
     *,
     sharded: bool = False,
 ) -> list[str]:
-    """Converts the layers in place and returns remarks; ConfigError if no layer fits."""
+    """Converts the layers in place and returns notes for the user; raises ConfigError if it can convert no layer."""
     format_name, is_sparse = precision.product_format, precision.sparsity != "no"
     if format_name is None and not is_sparse:
         return []

@@ -37,7 +37,7 @@ _TEMPORARY = {"adamw8bit": 48, "adamw4bit": 48, "adafactor": 16, "muon": 16, "pr
 
 @dataclass(frozen=True)
 class _Structure:
-    """A model on the meta device, in the types of its run."""
+    """A model on the meta device, in the dtypes of its run."""
 
     recipe: Recipe
     module: nn.Module
@@ -56,7 +56,7 @@ class _Structure:
         return sum(weight.numel() for weight in self.module.parameters() if weight.requires_grad)
 
     def gathered_bytes(self, kind: torch.dtype | None) -> int:
-        """Returns the bytes of all weights in the types in which fsdp gathers them; `kind` is the 16-bit type."""
+        """Returns the bytes of all weights in the dtypes in which fsdp gathers them; `kind` is the 16-bit dtype."""
         return sum(
             weight.numel() * (kind.itemsize if kind is not None and weight.is_floating_point() else weight.itemsize)
             for weight in self.module.parameters()
@@ -76,7 +76,7 @@ class ModelMemory:
     def _item(self) -> Any:
         try:
             return self._sample(self._new_recipe())
-        except Exception as error:  # such as data that was not prepared
+        except Exception as error:  # for instance because the data was not prepared
             raise CannotTrace(f"no sample: {describe_exception(error)}") from error
 
     def blocks(self, settings: Settings) -> BlocksOnHost:
@@ -318,7 +318,7 @@ def _shortened(structure: _Structure, num: int) -> _Structure:
 
 
 def _fill_tables(base_precision: str, dtype: torch.dtype) -> None:
-    """Decodes a few numbers, so that decoding caches real tables instead of fake tensors."""
+    """Decodes a few numbers before tracing, so that the decoder caches real lookup tables and not fake tensors."""
     if base_precision in ("auto", "bf16"):
         return
     encoded = FORMATS[base_precision].encode(torch.ones(1, 64))

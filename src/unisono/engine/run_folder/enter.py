@@ -36,7 +36,7 @@ class EnteredRun:
     resolved: Resolved
     settings: Settings
     changed: Mapping[str, list[Any]]  # settings that have changed since the run's last start: name -> [old, new]
-    resume_path: str  # the setting `resume`, with the local path of what was downloaded instead of an address
+    resume_path: str  # the setting `resume`; for an address, the local path of the downloaded checkpoint
     remarks: Sequence[str] = ()  # notes for the user, on the main rank
 
     @property
@@ -111,7 +111,7 @@ def _restored(resolved: Resolved, folder: Path, recipe: str, rank: RankContext) 
         notes.append(f"the run works in the folder {folder.name} of {folder.parent}; {address} is its copy")
     from unisono.mirror.restore import restore_run
 
-    rank.heartbeat.at("prepare", 0)  # a download may take any time
+    rank.heartbeat.at("prepare", 0)  # a download may take any amount of time
     is_named, resume = resolved.explicit("output_dir"), resolved.values["resume"]
     notes += restore_run(folder, address, recipe, resume=resume, is_named=is_named)
     return [redacted_text(note) for note in notes]
@@ -120,7 +120,7 @@ def _restored(resolved: Resolved, folder: Path, recipe: str, rank: RankContext) 
 def _fetched(
     resolved: Resolved, folder: Path, record: Mapping[str, Any] | None, recipe: str, rank: RankContext, notes: list[str]
 ) -> str:
-    """The setting `resume`; downloads the checkpoint if it is an address from which this run has yet to begin."""
+    """Returns the setting `resume`. Replaces an address from which this run has not begun yet by a downloaded copy."""
     resume = str(resolved.values["resume"])
     if not is_address(resume):
         return resume

@@ -1,7 +1,7 @@
 """A run that its caller drives: the user's own loop decides when to train, evaluate and save.
 
 The trainer still runs the steps and handles faults; this module calls its methods one by one. Every rank must make the
-same calls. A rank may spend any time between two calls: hang detection ignores that time.
+same calls. A rank may spend any amount of time between two calls: hang detection ignores it.
 """
 
 from __future__ import annotations
@@ -238,6 +238,6 @@ class DrivenRun:
             self._session.ended = True
 
     def _rest(self) -> None:
-        # Hang detection has no limit for this phase: the caller's own code may take any time.
+        # Hang detection has no limit for this phase: the caller's own code may run for any amount of time.
         step = self.trainer.state.step if hasattr(self, "trainer") else 0
         self._heartbeat.at("prepare", step)

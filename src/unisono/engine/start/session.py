@@ -152,7 +152,7 @@ class Session:
                 yield
 
     def close(self) -> None:
-        """Ends the processes beside the run, and unlocks the run folder."""
+        """Ends the run's side processes, and unlocks the run folder."""
         if self._beside:
             self._rank.heartbeat.at("prepare", self._rank.heartbeat.last.step)  # hang detection ignores the wait
         for processes in self._beside:
@@ -196,7 +196,7 @@ class Session:
 
 
 def _start_beside(settings: Settings, folder: Path) -> list[SideProcesses]:
-    """Starts the trackers, and the copy to object storage."""
+    """Starts the side processes: the trackers, and the copy to object storage."""
     observe, save = settings.observe, settings.save
     trackers = start_trackers(
         named(observe.track),

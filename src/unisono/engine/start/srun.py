@@ -1,8 +1,8 @@
 """Decides what the script of `unisono slurm` does after an srun step: finish, restart or fail.
 
-srun returns one number, the highest exit code of all tasks. With --kill-on-bad-exit, this is mostly 143, the exit code
-of a rank that srun itself killed, and does not show the cause. So each rank writes its outcome to a folder of the
-attempt without printing it, and the script calls `python -m unisono.engine.start.srun`, which prints the root cause and
+srun returns one number, the highest exit code of all tasks. With --kill-on-bad-exit, this is usually 143, the exit
+code of a rank that srun itself killed, and does not show the cause. So each rank writes its outcome to the attempt's
+folder without printing it, and the script calls `python -m unisono.engine.start.srun`, which prints the root cause and
 decides.
 """
 

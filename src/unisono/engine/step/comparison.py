@@ -33,7 +33,7 @@ class Compared:
 
 
 def floating(rows: Rows) -> dict[str, Tensor]:
-    """Returns the rows that have a gradient."""
+    """Returns the floating-point tensors among the rows; only these have a gradient."""
     return {name: each for name, each in rows.items() if each.is_floating_point()}
 
 

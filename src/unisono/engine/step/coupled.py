@@ -103,7 +103,7 @@ class CoupledGradientAccumulator(GradientAccumulator):
     def _couple(
         self, micros: Sequence[MicroBatch], embedded: Sequence[Rows | None], attempt: Attempt, inject_nan: bool
     ) -> list[Rows]:
-        """Computes the loss of all rows; returns its gradient with respect to the rows of each micro-batch here."""
+        """Computes the loss of all rows; returns its gradient with respect to the rows of each local micro-batch."""
         # Outside of the `try`: a rank that fails here cannot notify the others, which wait in the all-reduce.
         where = [positions_tensor(micro.positions, self._device) - min(micro.chunk.global_batch) for micro in micros]
         whole = self._gather(micros, embedded, where)
@@ -166,7 +166,7 @@ class CoupledGradientAccumulator(GradientAccumulator):
         self._kinds = kinds
 
     def _usable(self, micro: MicroBatch) -> Tensor | None:
-        """Indices of the rows whose samples could be read; None if all could."""
+        """Returns the indices of the rows whose samples could be read; None if all samples could be read."""
         if not self.bad:
             return None
         start, missing = min(micro.chunk.global_batch), {sample.position for sample in self.bad}

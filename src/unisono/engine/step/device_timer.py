@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class DeviceTimer:
-    """Measures a time on the device without waiting for it; read it later."""
+    """Measures elapsed time on the device without waiting for it; read the result later."""
 
     def __init__(self, device: torch.device) -> None:
         self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
@@ -38,7 +38,7 @@ class WaitTimer:
     """Adds up the time of a step in which this rank waits for communication or for other ranks; read it later.
 
     On a GPU a wait is the time between two events on the compute stream with no kernel between them. It is 0 while the
-    GPU still has work from before the wait, that is if communication overlaps with computation.
+    GPU still has work from before the wait, that is, if communication overlaps with computation.
     """
 
     def __init__(self, device: torch.device, *, active: bool = True) -> None:

@@ -216,7 +216,7 @@ class OptimizerStep:
             factor = factor / scale
         norm = norm * factor
         norms = [self._norm_of(weights) * factor for weights in self._group_norms.values()]
-        # A non-finite number times 0 is nan: this launches a third of the kernels of isfinite().
+        # A non-finite number times 0 is nan. This launches a third as many kernels as isfinite().
         found_inf = ((norm + total) * 0 != 0).logical_or_(count <= 0).double()
         if self._optim.grad_clip > 0:
             factor = factor * torch.clamp(self._optim.grad_clip / (norm + 1e-6), max=1.0)

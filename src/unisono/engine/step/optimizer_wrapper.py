@@ -101,7 +101,7 @@ class OptimizerWrapper:
 
     @property
     def has_all_state(self) -> bool:
-        """Whether the optimizer's state exists before its first step, so that a checkpoint cannot hold more."""
+        """Whether all optimizer state exists before its first step; no checkpoint can then contain further state."""
         return self._fused and isinstance(self.optimizer, CombinedOptimizer | ShardAwareOptimizer)
 
     def set_learning_rate(self, factor: float) -> float:
@@ -128,7 +128,7 @@ class OptimizerWrapper:
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(rate)
-            elif not own or group["lr"] != rate:  # a scheduler that set it itself continues from the exact number
+            elif not own or group["lr"] != rate:  # a scheduler that has set it continues from its exact number
                 group["lr"] = float(self._rounded(rate))
         return float(rates[0])
 
@@ -208,7 +208,7 @@ class OptimizerWrapper:
         }
 
     def is_by_rows(self, slot: str) -> bool | None:
-        """Whether state tensors of this name have a row for each row of the weight; None: if they have its shape."""
+        """Whether state tensors of this name have a row for each row of the weight; None: their shape tells."""
         parts = self.optimizer.parts if isinstance(self.optimizer, CombinedOptimizer) else [self.optimizer]
         if any(slot in getattr(part, "row_slots", ()) for part in parts):
             return True

@@ -1,8 +1,8 @@
 """The optimizer steps of groups of weights that are trained in turn.
 
 Each group has its own `OptimizerStep`, with its own names of sums, expected count, guarded shapes, optimizer and
-average. The numbers of a step are read one step later, when the run may already train another group. So the objects
-share a reference to the step that is not settled yet.
+average. The numbers of a step are read one step later, which settles the step; by then the run may train another group.
+So the objects share a reference to the step that is not settled yet.
 """
 
 from __future__ import annotations
