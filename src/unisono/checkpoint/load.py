@@ -49,9 +49,9 @@ def load(
 
 
 def load_whole(path: Path, prefix: str, without: Collection[str] = ()) -> dict[str, torch.Tensor]:
-    """Loads whole tensors to the CPU, by name without `prefix` ("model.", "ema."); skips names without this prefix.
+    """Loads the tensors whose names begin with `prefix` ("model.", "ema.") to the CPU, each of them whole.
 
-    Does not load the tensors called `without`.
+    Returns them by name without the prefix. Skips the tensors named in `without`.
     """
     if (reason := validate(path, deep=False)) is not None:
         raise CheckpointError(f"{path} cannot be loaded: {reason}")

@@ -306,7 +306,7 @@ def _transcript(video: Path, option: str) -> Transcript | None:
 def _at_sentences(
     moments: list[Moment], transcript: Transcript, footage: Footage, options: argparse.Namespace
 ) -> tuple[list[Moment], list[str]]:
-    """Returns the moments with their ends at the borders of sentences, and remarks about that."""
+    """Moves both ends of each moment to sentence borders; returns the moments, and notes for the user."""
     from unisono.recipes.clips.words.borders import at_sentences
 
     lengths = {"shortest": options.shortest, "longest": options.longest, "gap": options.gap}
@@ -325,7 +325,7 @@ def _at_sentences(
 def _chosen(
     footage: Footage, scored: Scored, scorer: VideoScorer, options: argparse.Namespace
 ) -> tuple[list[Moment], list[str]]:
-    """Returns the moments to cut, best first, and remarks for the user."""
+    """Returns the moments to cut, best first, and notes for the user."""
     from unisono.recipes.clips.calibration import without_low
     from unisono.recipes.clips.cutting.edges import edges_around, snap
     from unisono.recipes.clips.cutting.moments import pick

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from unisono.recipes.seo.site.report import Findings
     from unisono.recipes.seo.trained import SiteEncoder
 
-_MAX_QUERIES = 300  # queries of a Search Console export, by impressions
+_MAX_QUERIES = 300  # of a Search Console export, use only the queries with the most impressions
 
 
 def main(argv: list[str], model: Model | None = None) -> int:
@@ -188,7 +188,7 @@ def _options(argv: list[str]) -> argparse.Namespace:
 
 
 def _base_url(url: str, site: str) -> str:
-    """Returns the URL of a folder, with a slash at the end."""
+    """Checks --base_url and returns it with a slash at the end; raises ConfigError if it cannot be used."""
     if "://" in site:
         raise ConfigError("--base_url is for local files; a URL is its own base")
     try:
@@ -271,7 +271,7 @@ def _export(options: argparse.Namespace) -> SearchConsole | None:
 
 
 def _comparison(options: argparse.Namespace, export: SearchConsole | None) -> Comparison | None:
-    """The encoder and the earlier version of the site, if the pages are to be compared."""
+    """Returns what the pages are compared by and with; None if the options do not ask for a comparison."""
     if not (options.semantic or options.encoder or options.old or export):
         return None
     from unisono.recipes.seo.site.analysis import Comparison
@@ -299,7 +299,7 @@ def _encoder(options: argparse.Namespace) -> SiteEncoder | None:
 
 
 def _task_of(run: Path) -> str | None:
-    """The task of a run; None if it is not a run, such as a model's folder."""
+    """Returns the task of a run; None if the folder holds no run, such as a model's folder. minilm counts as "rank"."""
     from unisono.observe.folder import RunFolder
 
     if str(run) == "minilm":

@@ -1,4 +1,4 @@
-"""`unisono skypilot RECIPE --nodes 2 --gpus-per-node H100:8`: writes a run as a task of SkyPilot."""
+"""`unisono skypilot RECIPE --nodes 2 --gpus-per-node H100:8`: writes a run as a SkyPilot task."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def add_search_arguments(parser: TrainingParser) -> None:
 
 
 def search_of(options: argparse.Namespace) -> tuple[dict[str, object], StudyOptions]:
-    """Returns the settings to search, with their values, and the options of the search."""
+    """Returns the settings to search over, with their values, and the options of the search."""
     search: dict[str, object] = {}
     for flag in options.search:
         name, values = split_flag(flag)

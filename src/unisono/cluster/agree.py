@@ -1,6 +1,6 @@
-"""Makes all ranks take the same decision: skip a step, stop, save, or shrink the micro-batch.
+"""Lets all ranks make the same decision: skip a step, stop, save, or shrink the micro-batch.
 
-If only some ranks took such a branch, the others would wait for them in a collective forever. Each rank therefore
+If only some ranks took such a branch, ranks would wait for each other in a collective forever. Each rank therefore
 contributes a few numbers, and every rank receives the maximum of each. The exchange is one small all-reduce on the CPU.
 A step starts it early and reads it late, so no rank waits for it. It uses its own gloo group, so it never interleaves
 with the collectives of the gradients.

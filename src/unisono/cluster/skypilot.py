@@ -1,4 +1,4 @@
-"""Writes a run as a task of SkyPilot, to start as a managed job.
+"""Writes a run as a SkyPilot task, to start as a managed job.
 
 SkyPilot starts the machines of a task, uploads the working directory, and runs `setup` and then `run` on every machine.
 It passes to each machine its number and the addresses of all machines. If a spot machine is preempted or a machine

@@ -25,7 +25,7 @@ class Order:
     seed: int
     shuffle: bool = True
     data_size: int | None = None
-    """Size of the dataset if an epoch omits some of its samples (each epoch omits others); None if it omits none."""
+    """Size of the dataset if each epoch omits some samples (different ones in each epoch); None if it omits none."""
     windows: Windows | None = None
     """Windows in which the samples are shuffled; None: the whole dataset is shuffled at once."""
 

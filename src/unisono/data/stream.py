@@ -108,7 +108,7 @@ class StreamReader:
         """Does nothing: a stream reads ahead itself, if at all."""
 
     def index(self, position: int) -> int:
-        """Samples of a stream have no index; messages name their position."""
+        """Returns the position itself, which messages show, because samples of a stream have no index."""
         return position
 
     def _begin(self) -> None:

@@ -45,7 +45,7 @@ class Windows:
     def indices(self, offsets: Array, epochs: Array, size: int, seed: int) -> Array:
         """Returns the dataset indices at `offsets` within `epochs`, for a dataset of `size` samples."""
         offsets = self._within_windows(offsets, epochs, size, seed)
-        # Move the windows along the blocks, or the first samples of blocks would come early more often than others.
+        # Shift the windows against the blocks, or the first samples of blocks would come early more often than others.
         offsets = (offsets + (keys_for(key_of(Purpose.ORDER, seed, 3), epochs) & _POSITIVE) % size) % size
         if self.starts is None:
             return self._in_equal_blocks(offsets, epochs, size, seed)

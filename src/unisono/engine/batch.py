@@ -47,7 +47,7 @@ def plan_batch(
     """Plans the batch of an optimizer step.
 
     `requested_devices` is the number of devices that the user requested, if fewer are available; `stored` is the
-    effective batch of a resumed run. In both cases accumulation adapts and the effective batch stays the same.
+    effective batch of a resumed run. In both cases the accumulation changes, so that the effective batch does not.
     """
     plan = _plan(settings, explicit, devices, max(devices, requested_devices or devices), stored)
     if plan.global_batch > LARGEST_BATCH:
@@ -96,7 +96,7 @@ def _plan(
 
 
 def overruled(settings: BatchSettings, explicit: Callable[[str], bool], devices: int, stored: int | None) -> list[str]:
-    """Returns notes on flags that cannot change the effective batch (`stored` samples) of a resumed run."""
+    """Returns notes on flags that would change the effective batch of a resumed run (`stored` samples)."""
     size, accumulation = settings.batch_size, settings.gradient_accumulation_steps
     if stored is None or size * devices * (accumulation or 1) == stored:
         return []

@@ -87,7 +87,7 @@ class Evaluation:
         bad: list[BadSample] = []
         exchange: Pending | None = None  # whether any rank has a stop request
         for micro in loader:
-            if exchange is not None and exchange.read()["stop"]:  # started one batch ago, so it does not wait
+            if exchange is not None and exchange.read()["stop"]:  # begun one batch ago, so this does not wait
                 return False, True
             exchange = self._agreement.start({"stop": self._rank.is_asked_to_stop})
             bad += micro.bad if self._strategy.placement.counts else ()

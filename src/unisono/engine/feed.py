@@ -35,8 +35,8 @@ class Feed:
         self._data = data.to(self._placement.device) if is_resident(data) else data
         self._shapes = None if is_stream(data) else shapes_of(self._data, order)
         self._settings, self._run_folder = run.settings.data, run.folder.path
-        # A caller that drives the run may continue past its end, so reading has no end. Such a caller trains whole
-        # epochs, each of which ends with a step.
+        # A caller that drives the run may train past its planned end, so the feed has no end. Such a caller trains
+        # whole epochs, each of which ends with a step.
         self._end = None if self._recipe.whole_epochs else run.length.samples
         self._loader: Loader | ResidentLoader | None = None
         self._agreement = run.rank.agreement

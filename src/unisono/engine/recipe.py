@@ -290,7 +290,7 @@ class Recipe:
 
     @property
     def couples_by_rows(self) -> bool:
-        """Whether the engine calls couple_rows() instead of couple(): the last class that overrides either decides."""
+        """Whether the engine calls couple_rows() instead of couple(): the most derived override of either decides."""
         for kind in type(self).__mro__:
             if "couple" in vars(kind) or "couple_rows" in vars(kind):
                 return kind is not Recipe and "couple_rows" in vars(kind)

@@ -77,7 +77,7 @@ def _states(root: nn.Module) -> list[Any]:
 
 
 def _groups(root: nn.Module) -> list[Any]:
-    """FSDP's groups of parameters; up to torch 2.12 each module has at most one."""
+    """Returns FSDP's parameter groups; up to torch 2.12 each module has at most one."""
     groups = []
     for state in _states(root):
         several = getattr(state, "_fsdp_param_groups", None)

@@ -54,7 +54,7 @@ def fill(
 def _replace(model: nn.Module, name: str, parameter: nn.Parameter, whole: Tensor) -> None:
     try:
         exchange(name, parameter, whole)
-    except NotMovable:  # then assigns the new weight to the modules only
+    except NotMovable:  # replace the parameter in the modules instead; other references keep the old one
         filled = nn.Parameter(whole, requires_grad=parameter.requires_grad)
         for module in model.modules():
             for short, own in list(module.named_parameters(recurse=False)):

@@ -22,7 +22,7 @@ _LONGEST_LABEL, _LONGEST_SUBDOMAIN = 63, 253
 
 
 class Mount(NamedTuple):
-    """A persistent volume claim and the folder of the container at which it appears."""
+    """A persistent volume claim, and the folder of the container in which it is mounted."""
 
     claim: str
     path: str

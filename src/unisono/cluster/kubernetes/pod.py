@@ -39,14 +39,14 @@ def job_spec(job: KubernetesJob, container: dict[str, Any]) -> dict[str, Any]:
         "parallelism": job.nodes,
         "completions": job.nodes,
         "backoffLimit": job.pod_restarts,
-        "podReplacementPolicy": "Failed",  # never two pods with one index
+        "podReplacementPolicy": "Failed",  # never two pods with the same index
         "podFailurePolicy": {"rules": ends},
         "template": {"metadata": {"labels": labels(job)}, "spec": _pod_spec(job, container)},
     }
 
 
 def labels(job: KubernetesJob) -> dict[str, str]:
-    """Returns the labels by which `kubectl` finds everything of this run."""
+    """Returns the labels by which `kubectl` finds all objects of this run."""
     return {"app.kubernetes.io/name": "unisono", "app.kubernetes.io/instance": job.name}
 
 

@@ -256,7 +256,7 @@ def _distribute(
 
 
 def _mix_levels(model: _InitialModel, settings: Settings, placement: Placement) -> MixedBlocks | None:
-    """Prepares the blocks so that their levels of recomputation can be chosen, if the settings limit their memory."""
+    """Prepares the blocks for a choice of their recomputation levels, if the settings limit activation memory."""
     if settings.precision.activation_memory_gb is None:
         return None
     if len(placement.devices) > 1:

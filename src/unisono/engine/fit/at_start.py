@@ -41,7 +41,7 @@ class Advice:
     card: Card | None  # None on the CPU
 
     def flags(self) -> str | None:
-        """Returns the flags and their predicted memory; None on the CPU, or if memory cannot be predicted."""
+        """Returns the flags and their predicted memory; None on the CPU, or if no flags are known to help."""
         if self.card is None:
             return None
         try:

@@ -90,7 +90,7 @@ class OptimizerWrapper:
         self.optimizer.step()  # a skipped step creates the state and changes nothing else
         for parameter in parameters:
             slots = self.optimizer.state[parameter]
-            if slots.get("momentum_buffer") is not None:  # SGD creates it with torch.empty and fills it in a first step
+            if slots.get("momentum_buffer") is not None:  # SGD allocates it empty and fills it in its first step
                 slots["momentum_buffer"].zero_()
             parameter.grad = None
 

@@ -28,7 +28,7 @@ Sizes = Mapping[str, int]  # bytes that a block stores, by level
 
 # Time that a level costs, as a fraction of a block's forward pass.
 _COST = {STORE: 0.0, CHEAP: 0.05, PRODUCTS: 0.55, WHOLE: 1.05}
-_COST_OF_TORCHS = _COST | {CHEAP: 0.55}  # stores only every second product
+_COST_OF_TORCHS = _COST | {CHEAP: 0.55}  # torch's own selective level stores only every second matrix product
 
 
 class MixedBlocks:
@@ -63,7 +63,7 @@ class MixedBlocks:
                 block._unisono_probe = None  # type: ignore[assignment]
 
     def measured(self) -> list[dict[str, int]]:
-        """Returns the bytes that a block of each class stores here, by level; empty if the trial did not use it."""
+        """Returns the bytes that a block of each class stores here, by level; empty if the trial used no blocks."""
         return [self._measured.get(kind, {}) for kind in dict.fromkeys(self._kinds)]
 
     def choose(self, limit: int, measured: Sequence[Sequence[Sizes]]) -> tuple[Counter[str], int]:

@@ -15,11 +15,11 @@ from torch.distributed.fsdp import FSDPModule
 
 
 class ForwardPrefetch:
-    """Lets blocks prefetch each other in the order of the list that holds them.
+    """Makes each block prefetch the next block in the list that holds them.
 
-    Any order of blocks gives the same result: a block that was gathered too early is used when its
+    The result is the same even if blocks run in another order: a block that was gathered too early is used when its
     turn comes, or dropped at the end of the backward pass. A pass without backward would not drop it, and its weights
-    would be stale in a later step; such passes do not prefetch.
+    would be stale in a later step, so such passes do not prefetch.
     """
 
     def __init__(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:

@@ -25,7 +25,7 @@ class HostWeights:
     """The weights of one block in host memory, page-locked if a GPU reads them."""
 
     def __init__(self, owners: Sequence[Owner], *, pin: bool) -> None:
-        """Moves the weights: `owners` are the modules and the names of the weights in them."""
+        """Moves the weights to the host; `owners` are the modules, with the names of the weights in them."""
         self.owners = sorted(owners, key=lambda owner: not getattr(*owner).requires_grad)  # trained ones first
         self.parameters: list[nn.Parameter] = [getattr(module, name) for module, name in self.owners]
         self.num_trained = sum(parameter.requires_grad for parameter in self.parameters)

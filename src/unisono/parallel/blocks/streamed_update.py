@@ -139,7 +139,7 @@ class StreamedUpdate:
         return self._averages
 
     def move_averages(self, amount: float) -> None:
-        """Moves the averages towards the weights: when the next step has the weights on the device, or in `flush`."""
+        """Schedules a move of the averages towards the weights, which the next step or `flush` then makes."""
         self.flush()
         self._due = amount
 

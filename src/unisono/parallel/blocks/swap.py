@@ -127,7 +127,7 @@ class BlockSwap:
                     module._parameters[name] = parameter
 
     def broadcast(self) -> None:
-        """Gives all ranks rank 0's weights, as DDP does with the others."""
+        """Broadcasts rank 0's swapped weights to all ranks; DDP broadcasts all other weights."""
         staging = self._slots[0]
         staging.holder = None
         for host in self._hosts:
