@@ -40,7 +40,7 @@ def absolute(path: str) -> str:
 
 
 def note_typed(full: str, typed: str) -> None:
-    """Makes `as_typed` show an absolute path as `typed`: the local folder of an address as the address."""
+    """Makes `as_typed` show an absolute path as `typed`, for instance an address instead of its local folder."""
     _typed[full] = typed
 
 

@@ -271,7 +271,7 @@ def _export(options: argparse.Namespace) -> SearchConsole | None:
 
 
 def _comparison(options: argparse.Namespace, export: SearchConsole | None) -> Comparison | None:
-    """Returns what the pages are compared by and with; None if the options do not ask for a comparison."""
+    """Returns the encoder, the old site and the export to compare pages with; None if no option needs them."""
     if not (options.semantic or options.encoder or options.old or export):
         return None
     from unisono.recipes.seo.site.analysis import Comparison

@@ -2,7 +2,7 @@
 
 The path of a run through this package: `environment.py` finds out which launcher started this process; `launch/` starts
 ranks and restarts them; `rendezvous/` brings the launchers of several machines together; in each rank
-`process_group.py` connects it to the others, `signals.py` receives requests to stop, `agree.py` makes all ranks make
+`process_group.py` connects it to the others, `signals.py` receives requests to stop, `agree.py` lets all ranks make
 the same decision, and `outcome.py` records how the rank ended. `hangs/` finds ranks that stop making progress, and
 `slurm/` and `kubernetes/` write batch scripts and manifests. `launch/agent.py` describes step by step what happens
 after `kill -9` of a rank.

@@ -3,7 +3,7 @@
 Every step allocates the same tensors again. The C library returns freed memory at the end of its heap to the system at
 once, and the system has to clear the pages when they are allocated again: on a CPU that can take a tenth of a step.
 While a run computes on the CPU, the process keeps this memory. Tensors of more than 32 MiB still go back to the system:
-in the heap they would leave holes that are slightly too small for the next ones.
+in the heap they would leave holes that are slightly too small for the next tensors.
 """
 
 from __future__ import annotations

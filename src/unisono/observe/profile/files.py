@@ -1,4 +1,4 @@
-"""The files of a profile in the run folder, each in a new folder: nothing of an earlier profile is overwritten.
+"""The files of a profile. Each profile has its own folder in the run folder and never overwrites an earlier one.
 
 profile/steps_4-8/            the profiled steps; a second profile of the same steps is steps_4-8-2
     summary.txt, summary.json tables of operators, kernels and waits
@@ -51,12 +51,12 @@ def steps_folder(first: int, last: int) -> str:
 
 
 def trace_name(rank: int) -> str:
-    """Returns the name of a rank's trace."""
+    """Returns the name of the file with a rank's trace."""
     return f"rank_{rank}.json.gz"
 
 
 def memory_name(rank: int) -> str:
-    """Returns the name of a rank's memory over time."""
+    """Returns the name of the file with a rank's memory over time."""
     return f"memory_rank_{rank}.json"
 
 

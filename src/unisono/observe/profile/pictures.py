@@ -1,4 +1,4 @@
-"""Draws the pictures of a profile: where each rank's step waits, and memory over time."""
+"""Draws the pictures of a profile: where each rank's step spends its time, and memory over time."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ _DAMAGED = (OSError, ValueError, TypeError, KeyError, AttributeError, IndexError
 
 
 def profile_section(run_folder: Path) -> dict[str, Any]:
-    """Returns what the report shows of the profiles in a run folder, newest first."""
+    """Returns what the report shows about the profiles in a run folder, newest first."""
     shown: list[dict[str, Any]] = []
     omitted: list[str] = []
     for folder in reversed(folders_of(run_folder, "steps")[-MOST_PROFILES:]):

@@ -25,25 +25,25 @@ text { fill: #16191f; } .soft { fill: #5b6472; } .title { font-size: 14px; font-
 
 
 def text(x: float, y: float, content: str, kind: str = "", longest: int = 120) -> str:
-    """Returns a text at a position."""
+    """Returns the SVG of a text at a position."""
     of_class = f' class="{kind}"' if kind else ""
     return f'<text x="{x:.1f}" y="{y:.1f}"{of_class}>{_plain(content, longest)}</text>'
 
 
 def rectangle(x: float, y: float, width: float, height: float, colour: int, tip: str = "") -> str:
-    """Returns a rectangle in one of the colours, with a text that appears under the pointer."""
+    """Returns the SVG of a rectangle in one of the colours; `tip` appears when the pointer is over it."""
     title = f"<title>{_plain(tip, 300)}</title>" if tip else ""
     place = f'x="{x:.2f}" y="{y:.1f}" width="{max(width, 0.0):.2f}" height="{height:.1f}"'
     return f'<rect class="f{colour % COLOURS}" {place}>{title}</rect>'
 
 
 def rule(x1: float, y1: float, x2: float, y2: float) -> str:
-    """Returns a thin line."""
+    """Returns the SVG of a thin line."""
     return f'<line class="rule" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"/>'
 
 
 def legend(x: float, y: float, names: Sequence[tuple[str, int]], width: float) -> tuple[list[str], float]:
-    """Returns a legend of (name, colour) pairs, and the y below it."""
+    """Returns the SVG of a legend of (name, colour) pairs, and the y coordinate below it."""
     parts, left = [], x
     for name, colour in names:
         needed = 22 + 6.6 * len(name)

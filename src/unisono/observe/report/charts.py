@@ -268,7 +268,7 @@ def _curve_chart(name: str, curves: Curves) -> Chart | None:
 
 
 def bar_chart(title: str, curves: Curves, labels: Sequence[str]) -> Markup:
-    """Returns a chart with a bar for the newest value of each named entry. Of many entries, shows the extreme ones."""
+    """Returns a chart with a bar for the newest value of each named entry. If there are many, shows the extremes."""
     if curves.newest is None:
         return Markup()
     step, newest = curves.newest

@@ -1,4 +1,4 @@
-"""The parts of a page about a run: what the report and `unisono watch --web` have in common."""
+"""Renders the parts of a page about a run that the report and `unisono watch --web` share."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Processes beside a run that follow its folder: trackers, and the copy in object storage."""
+"""Side processes, which follow the folder of a run while it trains: trackers, and the copy in object storage."""

@@ -1,4 +1,4 @@
-"""A process beside a run that follows its folder, such as a tracker; `SideProcesses` starts it.
+"""The program of a side process, which follows a run's folder, such as a tracker; `SideProcesses` starts it.
 
 The first line of its input is a JSON object that describes its task; the second line means that the run has ended. Its
 output consists of lines for the user. Output of libraries is dropped, because it may contain addresses and keys.
@@ -32,7 +32,7 @@ class GiveUp(UserError):
 
 
 class Follower(Protocol):
-    """Follows a run folder. If a method raises another exception than GiveUp, it is called again."""
+    """Follows a run folder. If a method raises an exception other than GiveUp, it is called again."""
 
     def open(self) -> object:
         """Prepares the work; called before the other methods."""
@@ -108,7 +108,7 @@ class SideProcess:
         try:
             self._output.write(f"{self._name}: {line}\n")
             self._output.flush()
-        except OSError:  # the run's process is gone
+        except OSError:  # the run's process has ended
             os._exit(1)
 
     def _await_end(self) -> None:

@@ -23,7 +23,7 @@ _VARIABLES_OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "
 
 
 class SideProcesses:
-    """Processes beside a run. Their lines for the user also become events of one kind."""
+    """The side processes of a run. The lines that they print for the user also become events of one kind."""
 
     def __init__(self, folder: Path, message: Callable[[str], None], *, event: str, timeout_s: float) -> None:
         """`message` prints a line for the user; it is called from other threads."""
@@ -32,7 +32,7 @@ class SideProcesses:
         self._readers: list[threading.Thread] = []
 
     def start(self, label: str, module: str, order: Mapping[str, object]) -> None:
-        """Starts `python -m MODULE`, which reads the order. `label` begins the lines about this process."""
+        """Starts `python -m MODULE` and sends it `order`, the description of its task. `label` begins its lines."""
         # Hide the GPUs and the variables of a rank, which libraries would otherwise use.
         environ = {name: value for name, value in os.environ.items() if name not in _VARIABLES_OF_RANKS}
         environ |= {"CUDA_VISIBLE_DEVICES": "", "UNISONO_LAUNCHER_PID": str(os.getpid()), "OMP_NUM_THREADS": "1"}
@@ -67,7 +67,7 @@ class SideProcesses:
         append_event(self._folder, self._event, rank=0, text=line)
 
     def close(self, *, ended: bool) -> None:
-        """Lets the processes send what is left, and ends them. `ended`: the run is over and not merely interrupted."""
+        """Lets the processes finish their work, and ends them. `ended`: the run is over and not merely interrupted."""
         if not self._processes:
             return
         deadline = time.monotonic() + (self._timeout_s if ended else min(self._timeout_s, _SOON_S))

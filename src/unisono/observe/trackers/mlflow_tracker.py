@@ -93,7 +93,7 @@ class MlflowTracker(Tracker):
         self._client.log_artifact(self._id, str(path), "previews")
 
     def event(self, event: Mapping[str, Any]) -> None:
-        """Counts the event; the tags events.KIND contain how often each kind happened."""
+        """Counts the event; the tags events.KIND record how often each kind of event occurred."""
         self._events[str(event.get("kind"))] += 1
 
     def flush(self) -> None:

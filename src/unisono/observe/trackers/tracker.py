@@ -36,7 +36,7 @@ class TrackedRun:
 class Tracker:
     """Receives the metrics, previews and events of a run. Subclass it and pass it as `--track my_file.py:MyTracker`.
 
-    Its methods run in a process of their own on the main rank's machine, so they may take any time and cannot disturb
+    Its methods run in a process of their own on the main rank's machine, so they may be slow and cannot disturb
     training. If a method raises, unisono prints one warning and makes the same call again later.
     """
 

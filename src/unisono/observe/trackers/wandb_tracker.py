@@ -99,7 +99,7 @@ class WandbTracker(Tracker):
             self._run.log({name: wandb.Html(f"<pre>{text}</pre>", inject=False)}, step=step)
 
     def event(self, event: Mapping[str, Any]) -> None:
-        """Counts the event; the summary of the W&B run shows how often each kind happened."""
+        """Counts the event; the summary of the W&B run shows how often each kind of event occurred."""
         self._events[str(event.get("kind"))] += 1
 
     def flush(self) -> None:

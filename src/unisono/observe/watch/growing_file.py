@@ -1,7 +1,7 @@
 """Reads a JSON-lines file while another process appends to it, replaces it or removes it.
 
 Each read continues where the last one ended, so following a file of gigabytes costs no more than its new lines. A
-resumed run removes the last steps from metrics.jsonl: if the bytes before the current position are no longer those that
+resumed run removes the last steps from metrics.jsonl: if the bytes before the current position have changed since they
 were read, the file is read again from its beginning.
 """
 

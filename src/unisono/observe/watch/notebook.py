@@ -1,7 +1,7 @@
 """Shows a run below the cell of a Jupyter notebook while it trains.
 
 A thread of the notebook's process reads the run folder, as `unisono watch` does, so it makes no difference whether the
-run trains in this process or in ranks of its own.
+run trains in this process or in separate rank processes.
 """
 
 from __future__ import annotations

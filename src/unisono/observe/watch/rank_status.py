@@ -1,4 +1,4 @@
-"""Each rank's status, in a small file of the run folder that a thread replaces about once per second.
+"""Writes each rank's status to a small file in the run folder, which a thread replaces about once per second.
 
 The thread reads what the rank already has in memory: its heartbeat, the numbers of the last logged step, and the load
 of its GPU. So no step waits for a disk or for another rank, and the status shows where a rank hangs. Small files that

@@ -1,4 +1,4 @@
-"""Reads the status files of all ranks of a run, and notices ranks that no longer write or no longer progress."""
+"""Reads the status files of all ranks of a run, and notices ranks that no longer write or make no progress."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def show_once(runs: Runs) -> None:
     while True:
         runs.update()
         before, read = read, [run.fraction_read for run in runs.by_name.values()]
-        # A huge metrics.jsonl is read in pieces. A last line that is incomplete is never read.
+        # A huge metrics.jsonl is read in pieces. An incomplete last line is never read.
         if read == before or all(fraction == 1 for fraction in read):
             break
     console = Console(highlight=False)

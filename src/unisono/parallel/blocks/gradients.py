@@ -37,7 +37,7 @@ class HostGradients:
         return sum(memory.num_bytes for memory in self.memory)
 
     def expect(self, number: int) -> None:
-        """Starts to copy the gradients of earlier micro-batches to the device, when a block begins its backward."""
+        """Starts to copy a block's gradients of earlier micro-batches to the device, as its backward pass begins."""
         if number not in self._fetched and any(weight.grad is not None for weight in self._hosts[number].trained):
             slot = self._fetched[number] = self._take()
             self._transfers.start(self.memory[number].flat, slot, after=self._written.get(number))

@@ -1,8 +1,8 @@
 """Limits the memory of stored activations: blocks recompute only as much as is needed to stay below a common limit.
 
-The levels of a block, from the fastest to the smallest: it stores everything, recomputes what is cheap, recomputes
-large matrix products too (blocks with their own kernels only), or recomputes everything. A trial pass before step 1
-measures what a block stores at each level. The result of training does not depend on the levels, beyond rounding.
+A block has four levels, from the fastest to the one that stores least: store everything, recompute what is cheap,
+recompute large matrix products too (blocks with their own kernels only), or recompute everything. A trial pass before
+step 1 measures what a block stores at each level. Except for rounding, the result of training does not depend on them.
 """
 
 from __future__ import annotations
