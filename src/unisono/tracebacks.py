@@ -161,7 +161,7 @@ def _frames_to_show(frames: Sequence[Frame], owners: Sequence[Owner]) -> list[Fr
 
 
 def _owner_of_entry(entry: TracebackType) -> Owner:
-    """Returns the owner of an entry's code. unisono's torch-function modes count as a library: they only forward."""
+    """Returns the owner of an entry's code. unisono's torch-function modes, which only forward, count as library."""
     code = entry.tb_frame.f_code
     if code.co_name in _FORWARDING:
         return "library"

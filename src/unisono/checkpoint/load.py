@@ -68,12 +68,12 @@ def load_whole(path: Path, prefix: str, without: Collection[str] = ()) -> dict[s
 
 def fill(contents: Contents, tensors: Mapping[str, torch.Tensor]) -> None:
     """Reads this process's part of each tensor from the shard files, independently of other ranks."""
-    targets = {name: tensor for name, tensor in tensors.items() if _local_size(tensor) > 0}  # uneven shards
+    targets = {name: tensor for name, tensor in tensors.items() if _local_size(tensor) > 0}  # not for empty shards
     if targets:
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         try:
             dcp.load(dict(targets), storage_reader=ShardReader(contents), planner=planner, no_dist=True)
-        except CheckpointException as error:  # a BaseException
+        except CheckpointException as error:  # derives from BaseException, not from Exception
             raise RanksFailed("; ".join(describe_failure(failure[0]) for failure in error.failures.values())) from error
 
 

@@ -152,7 +152,7 @@ def orphaned_ranks(proc: Path = Path("/proc")) -> list[str]:
             if RANK_MODULE not in command:
                 continue
             parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
-        except OSError:  # the process has exited meanwhile
+        except OSError:  # the process has exited in the meantime
             continue
         if parent == "1" and not launcher_is_first:
             orphans.append(f"{folder.name} {command}")

@@ -1,4 +1,4 @@
-"""`unisono slurm tune RECIPE --search … --array 8`: writes a job array whose jobs work on one study."""
+"""`unisono slurm tune RECIPE --search … --array 8`: writes a job array whose jobs share one study."""
 
 from __future__ import annotations
 

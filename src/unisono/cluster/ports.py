@@ -52,6 +52,6 @@ def _listening_process(port: int) -> str | None:
         try:
             if any(str(link.readlink()) in inodes for link in (process / "fd").iterdir()):
                 return f"process {process.name} ({(process / 'comm').read_text().strip()})"
-        except OSError:  # the process has exited meanwhile, or belongs to another user
+        except OSError:  # the process has exited in the meantime, or belongs to another user
             continue
     return None

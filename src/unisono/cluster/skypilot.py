@@ -177,7 +177,7 @@ def _run(task: SkyPilotTask) -> str:
         lines.append("head=${SKYPILOT_NODE_IPS%%$'\\n'*}  # one address per line; the first is that of machine 0")
         words += ['--nnodes="$SKYPILOT_NUM_NODES"', '--node_rank="$SKYPILOT_NODE_RANK"']
         words += [f'--rdzv_endpoint="$head:{PORT}"']
-    # Use no `exec` or `exit`: SkyPilot appends lines that wait until the bucket has all files, and end with this code.
+    # Use no `exec` or `exit`: SkyPilot appends lines that wait until the bucket has all files, then return this code.
     return "\n".join([*lines, f"python3 -P -m unisono {' '.join(words)}", ""])
 
 

@@ -159,8 +159,8 @@ def _read_checkpoint(
 ) -> tuple[Path, dict[str, Tensor], bool]:
     """Returns the checkpoint to export, its weights by name, and whether they are the moving average.
 
-    A run that is still training deletes old checkpoints. If it deletes this one while it is being read, reads the
-    newest one instead.
+    A run that is still training deletes old checkpoints. If it deletes the chosen checkpoint while it is being
+    read, reads the newest checkpoint instead.
     """
     deadline = time.monotonic() + _MOST_RETRIES_S
     while True:

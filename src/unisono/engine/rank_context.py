@@ -24,7 +24,7 @@ class RankContext:
     agreement: Agreement  # exchanges small values with other ranks
     stop: StopRequest  # set by a signal or by the launcher
     heartbeat: Heartbeat  # reports the step and phase that this rank is in
-    status: RankStatus | None = None  # writes what this rank does into the run folder, for `unisono watch`
+    status: RankStatus | None = None  # writes what this rank is doing to the run folder, for `unisono watch`
 
     def main_decides(self, decide: Callable[[], T]) -> T:
         """Calls `decide` on the main rank; returns its result, or raises its UserError, on every rank.

@@ -1,7 +1,7 @@
 """Defines the contents of a checkpoint, and restores a run from it.
 
 Tensors have plain names: model.<weight>, ema.<weight>, optimizer.<weight>.<slot>; everything else is JSON. A checkpoint
-does not depend on ranks or strategies, so a run can resume with any of them.
+does not depend on ranks or strategies, so a run can resume on any number of ranks, under any strategy.
 """
 
 from __future__ import annotations

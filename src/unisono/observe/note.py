@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 def leave_note(file: Path, content: Mapping[str, Any]) -> None:
-    """Replaces the file atomically by one with this content. If that fails, logs a warning."""
+    """Replaces the content of the file atomically. If that fails, logs a warning."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, json.dumps(content))

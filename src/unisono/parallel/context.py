@@ -258,7 +258,7 @@ class _Gathered(torch.autograd.Function):
 
 
 class _Summed(torch.autograd.Function):
-    """An all-reduce; each rank's input adds to the results of all ranks, so that its derivative is an all-reduce."""
+    """An all-reduce; each rank's input adds to the results of all ranks, so its derivative is an all-reduce too."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:

@@ -61,7 +61,7 @@ class DDP(Strategy):
         return float(self.placement.world)
 
     def _is_guardable(self, wrapper: ForwardWrapper) -> bool:
-        """Whether DDP need not see the graph of every backward pass, and forward passes contain no collectives."""
+        """Whether steps can be guarded: DDP need not see every backward graph, and no forward pass has a collective."""
         syncs_in_forward = self._gathers or any(isinstance(module, nn.SyncBatchNorm) for module in wrapper.modules())
         return not (self.settings.static_graph or self.settings.find_unused_parameters or syncs_in_forward)
 

@@ -177,4 +177,4 @@ class _Touch(torch.autograd.Function):
 
 
 def _nothing(model: nn.Module) -> None:
-    """A forward pass that computes nothing."""
+    """Does nothing; a forward pass with this function only prepares DDP for backward."""

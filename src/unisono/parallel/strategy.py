@@ -152,7 +152,7 @@ class Strategy(ABC):
         return dict(self.parameters)
 
     def _trained_now(self) -> Mapping[str, nn.Parameter]:
-        """The trained parameters of the model that the current step trains."""
+        """Returns the model's parameters that the current step trains."""
         weights = self._whole_weights()
         return weights if self._turn is None else {name: weights[name] for name in self._groups[self._turn]}
 

@@ -59,8 +59,8 @@ def take_stacks(job_folder: Path, pids: Mapping[int, int]) -> dict[int, str]:
     """Returns the stack of each rank, or the reason why it could not be taken; `pids` are process ids by rank."""
     for rank, pid in pids.items():
         with contextlib.suppress(ProcessLookupError, FileNotFoundError):
-            # If the file does not exist, the rank has no handler yet and the signal would kill it; truncate raises
-            # then.
+            # If the file does not exist, the rank has no handler yet, and the signal would kill it. Then os.truncate
+            # raises before the signal is sent.
             os.truncate(_file(job_folder, rank), 0)
             os.kill(pid, signal.SIGUSR2)
     deadline = time.monotonic() + ANSWER_S

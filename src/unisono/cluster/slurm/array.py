@@ -1,7 +1,7 @@
-"""Writes a job array whose jobs work on one study of `unisono tune`.
+"""Writes a job array whose jobs share one study of `unisono tune`.
 
 The jobs find trials in the folder of the study, so they are identical and need no index. A job that is requeued, or
-that its script restarts after a kill, continues with any trial that is left.
+that its script restarts after a kill, continues with any trial that remains.
 """
 
 from __future__ import annotations

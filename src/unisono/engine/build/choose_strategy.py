@@ -28,7 +28,7 @@ class ChosenStrategy:
 
 
 def check_strategy(settings: ParallelSettings, placement: Placement) -> None:
-    """Rejects a strategy or a shard_size that does not suit the number of ranks, before any work is done."""
+    """Rejects a strategy or shard_size that does not match the number of ranks, before any work is done."""
     name, ranks = settings.strategy, placement.world
     if name in ("single", "dp") and ranks > 1:
         raise ConfigError(f"strategy {name} uses one process, but {ranks} were started; use ddp or fsdp")

@@ -49,7 +49,7 @@ class Fitter:
         earlier_sources: Mapping[str, str] | None = None,
         fp8_products: bool = True,
     ) -> None:
-        """`share`: samples per device and step. `earlier_sources`: where the settings of a resumed run came from."""
+        """`share`: samples per device and step. `earlier_sources`: the sources of a resumed run's settings."""
         self._fixed = _fixed_settings(resolved, earlier_sources)
         self._resolved = _without_earlier_choices(resolved, type(recipe), earlier_sources)
         self._micro_batch, self._share = micro_batch, share

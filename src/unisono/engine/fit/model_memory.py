@@ -98,7 +98,7 @@ class ModelMemory:
 
     @property
     def builds_on_meta(self) -> bool:
-        """Whether the recipe reads weights after it has built its model, so that building it takes no memory."""
+        """Whether the recipe builds its model without weights and reads them later, so building takes no memory."""
         return type(self._recipe).weights is not Recipe.weights
 
     def estimate(self, settings: Settings, *, micro_batch: int, ranks: int = 1, accumulates: bool = False) -> Estimate:

@@ -37,7 +37,7 @@ class Row:
     time: StepTime
     samples_per_step: int
     flops: float  # operations of all ranks in one step, without recomputation
-    peak: float  # FLOP/s of all GPUs by the data sheet's sustained rate
+    peak: float  # sustained rate of all GPUs together, in FLOP/s
     default_micro_batch: int  # micro-batch size if the setting micro_batch is not set
     is_lossy: bool = False
 
@@ -172,7 +172,7 @@ class Planner:
         return "bf16"
 
     def _largest_that_fits(self, mesh: Mesh, flags: Flags, limit: int, share: int) -> tuple[int, Flags, Estimate]:
-        """Returns the largest micro-batch that fits, blocks_on_host if one sample does not fit, and the memory."""
+        """Returns the largest micro-batch size that fits, its flags (with blocks_on_host if needed), and the memory."""
         room = self._card.room
 
         def estimate(size: int, more: Flags = {}) -> Estimate:  # noqa: B006

@@ -56,7 +56,7 @@ class EnteredRun:
 
     @property
     def forgotten_secrets(self) -> list[str]:
-        """Settings of an earlier start that are not passed now and that run.json lacks, because they are secrets."""
+        """Secret settings of an earlier start, which run.json does not store, that the user has not passed now."""
         stored = (self.origin or {}).get("config", {})
         return [name for name, value in stored.items() if is_redacted(value) and not self.resolved.explicit(name)]
 

@@ -1,7 +1,7 @@
 """The gradient of a loss that compares the samples of a global batch with each other, such as a contrastive loss.
 
-Such a loss is not a sum over micro-batches: every page is a negative for all other queries. But it depends on the model
-only through one row per sample, so the chain rule can be split there:
+Such a loss is not a sum over micro-batches: every page is a negative example for all other queries. But it depends on
+the model only through one row per sample, so the chain rule can be split there:
 
     1. embed every micro-batch without an autograd graph (the last micro-batch with one), and keep the rows
     2. gather the rows of all micro-batches and ranks; compute the exact loss and its gradient with respect to the rows

@@ -126,10 +126,10 @@ class ScheduleFreeAverage(Average):
         self._parameters, self._optimizer = parameters, optimizer
 
     def update(self, updates: int) -> None:
-        """Nothing to do: the optimizer has updated the average."""
+        """Does nothing, because the optimizer has updated the average."""
 
     def restart(self) -> None:
-        """Nothing to do: the optimizer's state was restored."""
+        """Does nothing, because the optimizer's state was restored."""
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns the averages, computed from the optimizer's current state."""

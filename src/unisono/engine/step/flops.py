@@ -147,7 +147,7 @@ def _is_recomputing() -> bool:
     """Whether activation checkpointing computes a forward pass again, inside a backward pass.
 
     A backward pass runs with gradients disabled and without hooks for saved tensors; recomputing enables gradients and
-    sets hooks. Autograd functions disable gradients in their forward pass, so there only the hooks show it.
+    sets hooks. Autograd functions disable gradients in their forward pass, so inside them only the hooks show it.
     """
     if torch._C._current_graph_task_id() == -1:
         return False

@@ -22,7 +22,7 @@ from unisono.parallel.buffers import BufferBackup
 from unisono.parallel.strategy import Strategy
 
 _GROWTH = 1.02  # a peak that grows by a smaller factor counts as unchanged
-_MANY = 64  # number of shapes; further shapes are distinguished by size only
+_MANY = 64  # maximum number of shapes to distinguish; further shapes are distinguished by size only
 
 
 class Guard:

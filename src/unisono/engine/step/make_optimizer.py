@@ -92,7 +92,7 @@ def not_for_muon(model: nn.Module, blocks: Sequence[nn.Module]) -> list[str]:
 
 
 def needs_whole_weights(kind: type) -> bool:
-    """Whether the update of an element depends on other elements of its weight, so that shards cannot be updated."""
+    """Whether the update of an element depends on other elements of its weight; if so, shards cannot be updated."""
     if issubclass(kind, ShardAwareOptimizer):
         return False
     names = [each.__name__.lower() for each in kind.__mro__]

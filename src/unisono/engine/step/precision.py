@@ -25,7 +25,7 @@ def weight_type(settings: PrecisionSettings) -> torch.dtype:
 
 
 def autocast(device: torch.device, settings: PrecisionSettings) -> AbstractContextManager[Any]:
-    """The context in which a recipe computes its loss."""
+    """Returns the autocast context in which a recipe computes its loss."""
     dtype = compute_type(settings)
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
 

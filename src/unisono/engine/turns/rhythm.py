@@ -10,7 +10,7 @@ from itertools import accumulate
 
 @dataclass(frozen=True)
 class Rhythm:
-    """The groups' numbers of steps, which repeat in this order; a recipe without groups has the rhythm (1,)."""
+    """The steps that each group trains for, before the next group's turn; a recipe without groups has (1,)."""
 
     steps: Sequence[int] = (1,)
 

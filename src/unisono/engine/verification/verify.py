@@ -218,7 +218,7 @@ def _compare_all(runner: _Runner, to_run: Sequence[Variant], precision: str) -> 
             "ranks train on other samples by design; return a map-style dataset to verify the rest of the recipe"
         )
     results = [VariantResult(to_run[0], "reference", compare(reference, reference, precision))]
-    # Run in another process, so that string hashes, which Python randomises at its start, differ too.
+    # Run in another process, so that string hashes, which Python randomises when it starts, differ too.
     again = runner.run(to_run[0], first=1, remark=" again")
     ignored = frozenset[str]()
     differences = compare(reference, again, precision)

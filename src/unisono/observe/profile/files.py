@@ -41,12 +41,12 @@ def new_folder(run_folder: Path, name: str) -> Path:
 
 
 def steps_text(first: int, last: int) -> str:
-    """Returns these steps in words: step 4, or steps 4 to 8."""
+    """Returns the steps in words, as in "step 4" or "steps 4 to 8"."""
     return f"step {first:,}" if first == last else f"steps {first:,} to {last:,}"
 
 
 def steps_folder(first: int, last: int) -> str:
-    """Returns the name of the folder of these steps, always with both numbers, so that the suffix -2 is unambiguous."""
+    """Returns the folder's name, always with both numbers, so that a suffix such as -2 is unambiguous."""
     return f"steps_{first}-{last}"
 
 

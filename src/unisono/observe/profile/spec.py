@@ -9,7 +9,7 @@ from unisono.config.values import shown
 from unisono.errors import ConfigError
 
 MOST_STEPS = 100
-"""Maximum number of profiled steps. A trace of more would be too large to open."""
+"""Maximum number of profiled steps. A trace of more steps would be too large to open."""
 
 _PART = re.compile(r"steps=(?P<steps>\d{1,9})|start=(?P<start>\d{1,15})|(?P<memory>memory)", re.ASCII)
 _FORM = "steps=5[,memory][,start=N]"

@@ -1,4 +1,4 @@
-"""Groups the settings of a run for the report: changed settings, the recipe's own, and settings at their defaults."""
+"""Groups the settings of a run for the report: changed ones, the recipe's own, and those at their defaults."""
 
 from __future__ import annotations
 

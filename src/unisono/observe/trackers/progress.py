@@ -1,4 +1,4 @@
-"""Remembers, in the run folder, what a user's tracker has received."""
+"""Records in the run folder what a user's tracker has received."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Progress:
         return step > self._preview_step or (step == self._preview_step and name not in self._previews)
 
     def store(self, step: int | None = None, events: int | None = None, preview: tuple[int, str] | None = None) -> None:
-        """Notes what the tracker has received, and writes it to the run folder."""
+        """Updates the record of what the tracker has received, and writes it to the run folder."""
         self.step = self.step if step is None else max(self.step, step)
         self.events = self.events if events is None else events
         if preview is not None:

@@ -55,7 +55,7 @@ class Tracker:
         """Called with the metrics of a logged step, and with the metrics of an evaluation. Steps never decrease."""
 
     def preview(self, step: int, path: Path) -> None:
-        """Called for each file that the recipe draws: an image, a video or a text."""
+        """Called for each preview that the recipe writes: an image, a video or a text."""
 
     def event(self, event: Mapping[str, Any]) -> None:
         """Called for each line of events.jsonl: a start, a restart, an out-of-memory error, a checkpoint, ..."""

@@ -1,1 +1,1 @@
-"""What every rank does right now: ranks write it into the run folder, and `unisono watch` shows it."""
+"""Shows what every rank is doing: ranks write their status to the run folder, and `unisono watch` displays it."""

@@ -41,7 +41,7 @@ class LiveRun:
         self._record: dict[str, Any] = {}
         self._record_version: tuple[int, int] | None = None
         self._running = False
-        self._steps: deque[tuple[float, int]] = deque()  # (time, step) of the last half minute, to compute the speed
+        self._steps: deque[tuple[float, int]] = deque()  # (time, step) pairs of the last half minute, for the speed
 
     def update(self, budget_s: float = 0.3) -> None:
         """Reads what is new, for about `budget_s` seconds; a huge file is read in several updates."""

@@ -27,7 +27,7 @@ _FILE = re.compile(r"rank_(\d{1,6})\.json")
 
 @dataclass(frozen=True)
 class Rank:
-    """What one rank does, according to its status file."""
+    """What a rank is doing, according to its status file."""
 
     rank: int
     phase: str

@@ -131,7 +131,7 @@ class Transfers:
         """Makes the computation that is launched next wait for the copy into the slot."""
 
     def reuse(self, slot: Slot) -> None:
-        """Makes the computation that is launched next wait for the copy of the slot's last content to the host."""
+        """Makes the computation that is launched next wait until the slot's last content is in host memory."""
 
     def write(self, slot: Slot, target: Tensor, offset: int = 0) -> Any:
         """Starts to copy a part of a slot to host memory, once the computation launched so far has written it."""
@@ -173,7 +173,7 @@ class CudaTransfers(Transfers):
         slot.users.add(stream)
 
     def reuse(self, slot: Slot) -> None:
-        """Makes the current stream wait for the copy of the slot's last content to the host."""
+        """Makes the current stream wait until the slot's last content is in host memory."""
         stream = torch.cuda.current_stream(self._device)
         if slot.written is not None:
             stream.wait_event(slot.written)

@@ -210,7 +210,7 @@ def _attached(part: _Part, views: dict[str, list[Tensor]], states: States) -> It
     finally:
         for (weight, slot), value, at_rest in slots:
             if slot in states[weight]:
-                if states[weight][slot] is not value:  # the optimizer has replaced it
+                if states[weight][slot] is not value:  # the optimizer has replaced the tensor
                     value.copy_(states[weight][slot])
                 states[weight][slot] = at_rest
         for weight, host, gradient_at_rest in zip(part.weights, part.at_rest, gradients, strict=True):

@@ -70,7 +70,7 @@ class BlockSwap:
         self._depth = [0] * len(blocks)  # number of calls of each block that are in progress
         self._uses = 0
         self._position: tuple[_Use | None, _Use | None] = (None, None)  # the previous use, and the current one
-        self._next: dict[tuple[_Use | None, _Use | None], _Use] = {}  # what followed a position last time
+        self._next: dict[tuple[_Use | None, _Use | None], _Use] = {}  # the use that followed each position last time
         self.num_copies = 0
         """Copies from host to device so far."""
 
