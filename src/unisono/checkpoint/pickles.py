@@ -1,4 +1,4 @@
-"""Recognizes pickle files with weights (.pt, .pth, .bin, .ckpt). unisono does not open them, but helps to convert."""
+"""Recognises pickle files with weights (.pt, .pth, .bin, .ckpt). unisono does not open them, but helps to convert."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from unisono.cluster.slurm.commands import address_of
 
 
 def setup_distributed() -> tuple[int, int, int]:
-    """Initializes the process group of the ranks that a launcher started; returns rank, world_size, local_rank."""
+    """Initialises the process group of the ranks that a launcher started; returns rank, world_size, local_rank."""
     import torch
     from torch import distributed
 
@@ -26,7 +26,7 @@ def setup_distributed() -> tuple[int, int, int]:
 
 
 def cleanup_distributed() -> None:
-    """Destroys the process group that `setup_distributed` initialized."""
+    """Destroys the process group that `setup_distributed` initialised."""
     from unisono.cluster.process_group import leave_process_group
 
     leave_process_group()

@@ -121,5 +121,5 @@ def positions_tensor(positions: Sequence[int], device: torch.device) -> Tensor:
     if isinstance(positions, range):  # can be computed on the device, without a copy
         return torch.arange(positions.start, positions.stop, device=device)
     tensor = torch.tensor(positions)
-    # A copy from pageable memory would synchronize with the device.
+    # A copy from pageable memory would synchronise with the device.
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

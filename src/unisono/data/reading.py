@@ -27,7 +27,7 @@ from unisono.data.seeding import seed_everything
 from unisono.errors import RecipeError, UnisonoError
 from unisono.formatting import shorten
 
-_LOOK_AHEAD = 1024  # number of positions whose indices one numpy call computes, to amortize the overhead of the call
+_LOOK_AHEAD = 1024  # number of positions whose indices one numpy call computes, to amortise the overhead of the call
 _ANNOUNCED = 2**14  # number of positions ahead whose indices a dataset with `will_read` gets, to fetch remote files
 _PAUSE_S, _LONGEST_PAUSE_S = 0.1, 1.0  # seconds before the second attempt
 _MOST_PAUSES_S = 3.0  # maximum total of the pauses since the last readable sample; waiting longer does not help

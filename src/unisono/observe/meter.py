@@ -1,7 +1,7 @@
 """Measures the phases of a step with the host's clock only.
 
 Measuring a phase does not wait for the GPU. The host only enqueues work for the GPU, so the phases of a single step
-mean little. At every logged step the host reads the loss and thereby synchronizes with the GPU, so the mean time over
+mean little. At every logged step the host reads the loss and thereby synchronises with the GPU, so the mean time over
 the steps between two logged ones is accurate.
 """
 

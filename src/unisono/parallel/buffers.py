@@ -117,7 +117,7 @@ class BufferBackup:
     def find_constants(self) -> None:
         """Notes which buffers a step did not change; called after its last backward pass.
 
-        In the first steps it synchronizes with the device and compares values, because `buffer.data.mul_()` and
+        In the first steps it synchronises with the device and compares values, because `buffer.data.mul_()` and
         recorded kernels do not increase a tensor's version.
         """
         for before in self._before:

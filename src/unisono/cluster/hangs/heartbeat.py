@@ -2,7 +2,7 @@
 
 The training loop calls `Heartbeat.at` at every phase of a step. The call writes one record to a small memory-mapped
 file in the job folder. The launcher can read the file even if the rank hangs, was killed or holds the GIL. A call takes
-about a microsecond and synchronizes with neither the GPU nor another rank. Faults of `--inject` (`unisono.faults`)
+about a microsecond and synchronises with neither the GPU nor another rank. Faults of `--inject` (`unisono.faults`)
 happen at the same points.
 """
 

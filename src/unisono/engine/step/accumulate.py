@@ -1,6 +1,6 @@
 """Accumulates the gradient of one global batch: forward and backward of every micro-batch, summed across ranks.
 
-Ranks synchronize their decisions once per step. When the last micro-batch has arrived, each rank starts an all-reduce
+Ranks synchronise their decisions once per step. When the last micro-batch has arrived, each rank starts an all-reduce
 of flags (out of memory, new input shapes, unreadable samples, stop request). All ranks read the result after the last
 forward pass, so they do not wait for it. Then either the last backward pass overlaps with the all-reduce of the
 gradients, or, in a guarded step, the all-reduce starts after a second exchange has shown that no rank ran out of

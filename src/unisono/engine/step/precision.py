@@ -45,7 +45,7 @@ class LossScale:
         torch._amp_update_scale_(self.value, self._good_steps, found_inf.float(), 2.0, 0.5, _GROW_EVERY)
 
     def to_json(self) -> dict[str, float]:
-        """Returns the state; synchronizes with the device."""
+        """Returns the state; synchronises with the device."""
         return {"value": float(self.value), "good_steps": int(self._good_steps)}
 
     def load_json(self, state: dict[str, float]) -> None:

@@ -105,7 +105,7 @@ class CountCheck:
         self._has_warned = False
 
     def add(self, step: int, count: Tensor, samples: int) -> None:
-        """Records the count of a micro-batch. Synchronizes with the device, in the first steps only."""
+        """Records the count of a micro-batch. Synchronises with the device, in the first steps only."""
         if len(self._steps | {step}) > _FIRST_STEPS or not self._ones:
             return
         self._steps.add(step)

@@ -22,7 +22,7 @@ def numbers_of(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def curve_summaries(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Summarizes each curve of an evaluation in three numbers: its first value, mean and last value.
+    """Summarises each curve of an evaluation in three numbers: its first value, mean and last value.
 
     The name of the number is appended, as in eval/loss_by_level/first. With one chart per point, the other charts would
     be hard to find. The report page shows the whole curve.

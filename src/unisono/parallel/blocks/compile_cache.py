@@ -68,7 +68,7 @@ def compile_conditions() -> dict[str, Any]:
         },
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "float32 products": torch.get_float32_matmul_precision(),
-        # See `disable_wrong_optimizations`: code that was compiled with this optimization must not be used.
+        # See `disable_wrong_optimizations`: code that was compiled with this optimisation must not be used.
         "mix_order_reduction": getattr(inductor.triton, "mix_order_reduction", None),
     }
     if torch.cuda.is_available():

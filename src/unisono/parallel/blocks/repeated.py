@@ -144,7 +144,7 @@ def _set_up_compiler() -> None:
 
 
 def disable_wrong_optimizations() -> None:
-    """Disables compiler optimizations that give wrong gradients in supported versions of torch."""
+    """Disables compiler optimisations that give wrong gradients in supported versions of torch."""
     import torch._inductor.config as inductor
 
     # Since 2.10, sums over many tokens in the backward pass of modulated norms are silently wrong (pytorch#193061):
