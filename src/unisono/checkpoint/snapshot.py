@@ -156,7 +156,7 @@ def replica_of_each(state: State, world: int) -> dict[str, int]:
 
 
 def _replica(tensor: torch.Tensor) -> tuple[int, int]:
-    """Returns to which replica of a sharded tensor this rank's shard belongs, and the number of replicas."""
+    """Returns the number of the replica that this rank's shard of a tensor belongs to, and the number of replicas."""
     assert isinstance(tensor, DTensor)
     number, count = 0, 1
     for dimension, placement in enumerate(tensor.placements):

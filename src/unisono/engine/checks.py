@@ -292,7 +292,7 @@ def check_context(size: int, ranks: int) -> None:
 def machines(settings: LaunchSettings) -> tuple[int, int]:
     """Returns the minimum and maximum number of machines of a run: nnodes is "2" or "1:4"."""
     fewest, _, most = str(settings.nnodes).partition(":")
-    # Limit the number of digits, because Python refuses to convert thousands of them.
+    # Limit the number of digits, because Python refuses to convert a text with thousands of digits.
     if not all(re.fullmatch("0*[1-9][0-9]{0,8}", text) for text in (fewest, most or fewest)):
         got = shown(str(settings.nnodes))
         raise ConfigError(f"nnodes: expected a number of machines such as 2, or 1:4 for 1 to 4, got {got}")

@@ -46,7 +46,7 @@ class Result:
         return newest_profile(self.folder)
 
     def plot(self, *names: str) -> Any:
-        """Returns a matplotlib figure of these metrics; without names, of the loss and of the evaluation."""
+        """Returns a matplotlib figure of these metrics; without names, of the loss and the evaluation metrics."""
         from unisono.observe.report.plot import plot
 
         return plot(self.metrics, names, self.folder.name)

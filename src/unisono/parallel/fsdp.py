@@ -29,7 +29,7 @@ from unisono.parallel.strategy import ForwardWrapper, Strategy, local_norm, loca
 
 
 class FSDP(Strategy):
-    """Each rank holds a shard of every weight; blocks are gathered for computing."""
+    """Each rank holds a shard of every weight; each block is gathered before it computes."""
 
     name = "fsdp"
     sharded = collective = True

@@ -387,7 +387,7 @@ def peak_of(placement: Placement, settings: Settings) -> float | None:
     if placement.device.type != "cuda" or precision.dtype == "float64":
         return None
     kind = precision.mixed_precision if precision.mixed_precision != "no" else "tf32" if precision.tf32 else "fp32"
-    # fp8 products are only a part of a step, and mfu should show what they gain over bf16.
+    # For fp8, use the peak of bf16: only a part of a step runs in fp8, and mfu should show what that part gains.
     peak = peak_flops(torch.cuda.get_device_name(placement.device), "bf16" if kind == "fp8" else kind)
     return None if peak is None else peak * len(placement.devices)
 

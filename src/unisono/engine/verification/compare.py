@@ -179,7 +179,7 @@ class Differences:
 def compare(
     reference: RunRecord, other: RunRecord, precision: str, ignored: frozenset[str] = frozenset()
 ) -> Differences:
-    """Returns the differences between `other` and `reference`, without the metrics in `ignored`."""
+    """Returns the differences between `other` and `reference`, except in the metrics named in `ignored`."""
     limit = TOLERANCES[precision]
     gaps = [_gap(a, b) for a, b in _pairs(reference.losses, other.losses)]
     first_loss = next((step for step, gap in enumerate(gaps, start=1) if not gap <= limit.loss), None)

@@ -84,7 +84,7 @@ def kernel_rows(trace: Trace, num_steps: int) -> list[dict[str, Any]]:
 
 
 def attribution_notes(trace: Trace) -> list[str]:
-    """Returns sentences about kernels that belong to no operator: of CUDA graphs, and of code outside of operators."""
+    """Returns notes about kernels without an operator: kernels of CUDA graphs, and of code outside of operators."""
     total = sum(kernel.end - kernel.begin for kernel in trace.kernels)
     if not total:
         return []

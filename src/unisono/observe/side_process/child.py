@@ -38,7 +38,7 @@ class Follower(Protocol):
         """Prepares the work; called before the other methods."""
 
     def deliver(self, *, everything: bool = False) -> object:
-        """Does the work that has become possible; with `everything`, the run has ended."""
+        """Handles what is new in the run folder; `everything`: the run has ended, so nothing more will follow."""
 
     def close(self) -> object:
         """Ends the work."""

@@ -96,8 +96,8 @@ class Follower:
                 steps.append((step, partial(self._log, record)))
                 self._reached = max(self._reached, step)
         previews = [*self._held, *(event for event in events if _is_preview(event))]
-        # A preview of a step beyond the metrics read so far waits for them, because a tracker may refuse metrics of
-        # earlier steps after it.
+        # If a preview's step is beyond the metrics read so far, the preview waits for them, because after the preview a
+        # tracker may refuse metrics of earlier steps.
         all_read = everything and self._metrics.at_end
         self._held = [event for event in previews if event["step"] > self._reached and not all_read]
         shown = [event for event in previews if event not in self._held]

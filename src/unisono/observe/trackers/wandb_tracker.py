@@ -17,7 +17,7 @@ from unisono.observe.trackers.wandb_store import last_step
 
 _IMAGES, _VIDEOS = (".png", ".jpg", ".jpeg", ".bmp"), (".mp4", ".gif", ".webm", ".ogg")
 _INIT_S = 60.0
-# W&B must not collect the command line (it may contain secrets), the code, the output or the load of the machine.
+# W&B must not collect the command line (it may contain secrets), the code, the output or the machine's load.
 _PRIVATE = {
     "silent": True,
     "console": "off",

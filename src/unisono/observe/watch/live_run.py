@@ -26,7 +26,7 @@ _CLOCK_EVERY = 500  # number of records between two checks of the time
 
 
 class LiveRun:
-    """A run that may be training, killed and restarted, or removed while it is watched."""
+    """A run that may progress, be killed and restarted, or be removed while it is watched."""
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self.folder, self._clock = folder, clock

@@ -311,13 +311,13 @@ def swapped_weights(model: nn.Module, blocks: Sequence[nn.Module], *, trained: b
 
 
 def frozen_bytes(model: nn.Module, blocks: Sequence[nn.Module]) -> list[int]:
-    """Returns the bytes of each block's frozen weights that can be stored in host memory; they may be on meta."""
+    """Returns the bytes of each block's frozen weights that can be in host memory. The weights may be on meta."""
     owners = movable_owners(model, blocks, trained=False)
     return [flat_bytes([getattr(module, name) for module, name in owners[block]]) for block in blocks]
 
 
 def trained_bytes(model: nn.Module, blocks: Sequence[nn.Module]) -> list[int]:
-    """Returns the bytes of each block's trained weights that can be stored in host memory; they may be on meta."""
+    """Returns the bytes of each block's trained weights that can be in host memory. The weights may be on meta."""
     owners = movable_owners(model, blocks, trained=True)
     weights = [[getattr(module, name) for module, name in owners[block]] for block in blocks]
     return [flat_bytes([weight for weight in of_block if weight.requires_grad]) for of_block in weights]
