@@ -25,7 +25,7 @@ _DTYPES = {
 
 
 def to_json(value: Any, where: str = "state", depth: int = 0) -> Any:
-    """Returns a JSON value from which `from_json` creates an equal value; RecipeError for an unsupported type."""
+    """Returns a JSON value from which `from_json` creates an equal value; raises RecipeError for other types."""
     if depth > _DEEPEST:
         raise RecipeError(f"state_dict() is nested too deeply at {where[:80]}; return a flatter value")
     if isinstance(value, _PLAIN):
@@ -57,7 +57,7 @@ def to_json(value: Any, where: str = "state", depth: int = 0) -> Any:
 
 
 def from_json(value: Any) -> Any:
-    """Returns the value that `to_json` converted; ValueError if the JSON value is not a result of `to_json`."""
+    """Returns the value that `to_json` converted; raises ValueError if `to_json` did not write the JSON value."""
     if isinstance(value, list):
         return [from_json(each) for each in value]
     if not isinstance(value, dict):

@@ -56,7 +56,7 @@ class StreamPosition:
 
     @classmethod
     def from_json(cls, value: Any) -> StreamPosition:
-        """Reads a position from an untrusted JSON value; ValueError if it is not a position."""
+        """Reads a position from an untrusted JSON value; raises ValueError if it is not a position."""
         if not isinstance(value, dict) or value.keys() != {"epoch", "samples", "state"}:
             raise ValueError("it is no position of a stream")
         for name in ("epoch", "samples"):

@@ -170,7 +170,7 @@ class _Worker:
         self._allow(ahead)
 
     def receive(self) -> Any:
-        """Waits for the worker's next result and returns it; raises _WorkerDied."""
+        """Waits for the worker's next result and returns it; raises _WorkerDied if the worker dies first."""
         # The pipe closes when the worker dies, unless a process that the worker started still has it open.
         while not self._pipe.poll(1.0):
             if not self._process.is_alive() and not self._pipe.poll(0.0):

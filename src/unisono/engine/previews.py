@@ -49,7 +49,7 @@ class Drawing:
         self._agreement, self._run_folder = agreement, run_folder
 
     def run(self, preview: Callable[[], Mapping[str, Any] | None]) -> Mapping[str, Any] | None:
-        """Calls `preview` and returns its result; PreviewSkipped on every rank if any rank ran out of memory."""
+        """Calls `preview` and returns its result; raises PreviewSkipped on all ranks if one ran out of memory."""
         if (
             self._needs_all_ranks
             and (before := self._agreement.broadcast(_earlier_failure(self._run_folder))) is not None

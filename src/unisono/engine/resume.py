@@ -244,7 +244,7 @@ def restore(
 
 
 def streams_in(extra: Mapping[str, Any], path: Path, parts: int | None) -> list[StreamPosition] | None:
-    """Returns the positions of all streams in a checkpoint; `parts` is how many streams the run reads, None without."""
+    """Returns the positions of all streams in a checkpoint; `parts`: number of streams that the run reads, or None."""
     stored = extra.get("streams")
     if parts is None:
         if stored is not None:

@@ -61,7 +61,7 @@ class TrainState:
 
     @classmethod
     def from_json(cls, data: Any) -> TrainState:
-        """Reads a state from an untrusted JSON value; CheckpointError if it is not a state of this version."""
+        """Reads a state from an untrusted JSON value; raises CheckpointError if it is not a state of this version."""
         if not isinstance(data, dict):
             raise CheckpointError("the state is not an object")
         unknown = sorted(data.keys() - {f.name for f in fields(cls)})

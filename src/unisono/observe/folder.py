@@ -238,7 +238,7 @@ def _is_kept(line: bytes, step: int, evaluated: bool) -> bool:
 
 
 def _keep_lines(file: Path, is_kept: Callable[[bytes], bool]) -> None:
-    """Removes the lines for which `is_kept` is False. If they are all at the end, it only truncates the file."""
+    """Removes the lines for which `is_kept` is False. If these are all at the end, it only truncates the file."""
     position, cut = 0, None
     with BufferedReader(open_regular(file)) as lines:
         for line in lines:

@@ -98,9 +98,9 @@ def rows_at_once(shape: torch.Size, dtype: torch.dtype) -> int:
 
 
 def take_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Moves the model itself to the meta device and returns its real weights by name; NotMovable if that is impossible.
+    """Moves the model itself to the meta device and returns its real weights by name.
 
-    Weights that are already on meta are not returned.
+    Raises NotMovable if that is impossible. Weights that are already on meta are not returned.
     """
     taken: dict[str, Tensor] = {}
     try:

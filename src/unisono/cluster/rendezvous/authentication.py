@@ -46,7 +46,7 @@ class Refused(Exception):
 
 
 def secret_of(environ: Mapping[str, str]) -> bytes | None:
-    """Returns the secret from the environment, if any; UserError if it cannot be used. Never prints the secret."""
+    """Returns the secret from the environment, if any; raises UserError if it cannot be used. Never prints it."""
     text, file = environ.get(SECRET), environ.get(SECRET_FILE)
     if text is not None and file is not None:
         raise UserError(f"{SECRET} and {SECRET_FILE} are both set; unset one of them")
@@ -144,7 +144,7 @@ def _say(peer: socket.socket, line: bytes) -> None:
 
 
 def _line(peer: socket.socket, rest: bytes, until: float) -> tuple[bytes, bytes]:
-    """Reads a line; OSError if it is too long, or does not arrive in time."""
+    """Reads a line; raises OSError if it is too long, or does not arrive in time."""
     while b"\n" not in rest:
         left = until - time.monotonic()
         if len(rest) > _LONGEST_LINE or left <= 0:

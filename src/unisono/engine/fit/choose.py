@@ -56,11 +56,17 @@ class Fitter:
         self.memory = ModelMemory(recipe, sample, fp8_products=fp8_products)
 
     def least(self) -> int:
-        """Returns a lower bound on the memory per device without changes, by arithmetic only. Raises CannotTrace."""
+        """Returns a lower bound on the memory per device without changes, by arithmetic only.
+
+        Raises CannotTrace if the model cannot be examined.
+        """
         return self.memory.least(self._settings({}))
 
     def choose(self, card: Card, *, allows_lossy: bool) -> Choice:
-        """Returns the settings that fit into the card's memory at the least cost in speed. Raises CannotTrace."""
+        """Returns the settings that fit into the card's memory at the least cost in speed.
+
+        Raises CannotTrace if memory cannot be predicted.
+        """
         settings = self._settings({})
         memory = self.memory
         parallel, is_recorded = settings.parallel, settings.precision.cuda_graph

@@ -102,7 +102,10 @@ class ModelMemory:
         return type(self._recipe).weights is not Recipe.weights
 
     def estimate(self, settings: Settings, *, micro_batch: int, ranks: int = 1, accumulates: bool = False) -> Estimate:
-        """Returns the memory per device; `accumulates`: a step has several micro-batches. Raises CannotTrace."""
+        """Returns the memory per device; `accumulates`: a step has several micro-batches.
+
+        Raises CannotTrace if the model cannot be traced.
+        """
         structure, trace = self._structure(settings), self._trace(settings, micro_batch)
         parallel = settings.parallel
         demand = demand_of(structure.module, settings)
@@ -131,7 +134,10 @@ class ModelMemory:
         return Estimate(weights, fullest.gradients, optimizer, average, activations, WORKSPACE)
 
     def work(self, settings: Settings, micro_batch: int) -> Work:
-        """Returns what the kernels of one micro-batch do, with recomputation. Raises CannotTrace."""
+        """Returns the work of the kernels of one micro-batch, including recomputation.
+
+        Raises CannotTrace if the model cannot be traced.
+        """
         return self._trace(settings, micro_batch).work
 
     def trained_weights(self, settings: Settings) -> int:

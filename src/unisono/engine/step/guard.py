@@ -38,7 +38,7 @@ class Guard:
 
     @property
     def is_possible(self) -> bool:
-        """Whether the strategy can guard steps and needs to: ranks wait for each other within a step."""
+        """Whether the strategy can guard steps, and needs to because ranks wait for each other within a step."""
         return self._strategy.collective and self._strategy.guardable
 
     @property

@@ -69,7 +69,7 @@ class Group:
 
 
 def check_groups(groups: Any) -> Sequence[Group]:
-    """Checks the result of Recipe.groups(), without the model; RecipeError if it cannot be used."""
+    """Checks the result of Recipe.groups(), without the model; raises RecipeError if it cannot be used."""
     if not isinstance(groups, list | tuple) or not all(isinstance(group, Group) for group in groups):
         raise RecipeError(f"groups() returned {_kind_of(groups)}; expected a list of unisono.Group")
     for group in groups:

@@ -48,7 +48,7 @@ class Gallery:
 
 
 def read_previews(folder: Path) -> Gallery:
-    """Reads previews/ of a run: the newest preview of each name and, as far as there is room, a few earlier ones."""
+    """Reads a run's previews/ folder: the newest preview of each name and, if there is room, a few earlier ones."""
     gallery, by_name = Gallery(), _list(folder / "previews")
     room = LARGEST_TOTAL
     earlier: list[tuple[str, int, Path]] = []

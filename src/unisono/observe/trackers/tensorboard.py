@@ -1,4 +1,4 @@
-"""Writes TensorBoard files to tb/ in the run folder, in the training process: it takes microseconds per logged step."""
+"""Writes TensorBoard files to tb/ in the run folder, in the training process (microseconds per logged step)."""
 
 from __future__ import annotations
 
