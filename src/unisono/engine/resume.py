@@ -191,7 +191,7 @@ def why_unusable(path: Path, contents: Callable[[Path], Contents]) -> str | None
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Returns everything in a checkpoint besides tensors; CheckpointError if it is not a run's state at that step."""
+    """Returns a checkpoint's data other than tensors; raises CheckpointError if it is no run's state at that step."""
     extra = read_extra(path)
     state, _ = _state_in(extra)
     if state.step != (step := read_manifest(path).step):

@@ -44,7 +44,7 @@ class ShardMesh:
         """The mesh for FSDP: all ranks in one dimension, or replicas × shards."""
         if self.num_replicas == 1:
             # Use the run's own process group. If that is gloo and there are GPUs, init_device_mesh would create
-            # another group with a short timeout, and up to torch 2.11 with NCCL, which rejects ranks that share a GPU.
+            # another group with a short timeout. Up to torch 2.11, this group uses NCCL, which rejects a shared GPU.
             everyone = dist.group.WORLD
             assert everyone is not None
             return DeviceMesh.from_group(everyone, self.device_type)

@@ -104,7 +104,7 @@ def check_groups(groups: Any) -> Sequence[Group]:
 
 
 def weights_of(groups: Sequence[Group], names: Sequence[str]) -> list[list[str]]:
-    """Returns the names of each group's trainable weights; RecipeError unless every weight is in exactly one group."""
+    """Returns the names of each group's trainable weights; raises RecipeError for one in no or several groups."""
     held: list[list[str]] = [[] for _ in groups]
     for name in names:
         numbers = [number for number, group in enumerate(groups) if group.holds(name)]

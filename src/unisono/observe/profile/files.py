@@ -27,7 +27,7 @@ _MOST_COPIES = 1000
 
 
 def new_folder(run_folder: Path, name: str) -> Path:
-    """Creates profile/NAME in the run folder, or NAME-2, NAME-3, … if it exists already; raises OSError."""
+    """Creates profile/NAME in the run folder, or NAME-2, NAME-3, … if it exists; raises OSError if that fails."""
     parent = run_folder / FOLDER
     parent.mkdir(parents=True, exist_ok=True)
     for number in range(1, _MOST_COPIES):
