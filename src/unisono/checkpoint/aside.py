@@ -47,7 +47,7 @@ def set_aside_after(
         reason = unusable.get(path) or validate(path, deep=False, identity=identity)
         try:
             aside = set_aside(path, reason)
-        except OSError as error:  # otherwise the run would resume from it next time
+        except OSError as error:  # raise, or the run would resume from this checkpoint next time
             raise CheckpointError(
                 f"{path} cannot be set aside ({error.strerror}); move it to another folder, because the run has "
                 f"resumed from step {step}"

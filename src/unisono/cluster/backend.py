@@ -1,6 +1,6 @@
 """Chooses the communication backend of a run, and the environment variables that NCCL needs for it.
 
-NCCL refuses two ranks on one GPU of one host. If every rank has its own NCCL_HOSTID, NCCL takes the ranks for different
+NCCL refuses two ranks on one GPU of one host. If every rank has its own NCCL_HOSTID, NCCL treats the ranks as different
 hosts and connects them by sockets. This makes it possible to test NCCL on one GPU. It is slow, because all data passes
 through host memory and the ranks share the GPU in time slices. So `auto` uses gloo between ranks that share a GPU, and
 only `nccl` uses NCCL there.

@@ -47,7 +47,8 @@ def plan_batch(
     """Plans the batch of an optimizer step.
 
     `requested_devices` is the number of devices that the user requested, if fewer are available; `stored` is the
-    effective batch of a resumed run. In both cases the accumulation changes, so that the effective batch does not.
+    effective batch of a resumed run. In both cases, the number of accumulated micro-batches is adjusted, and the
+    effective batch stays the same.
     """
     plan = _plan(settings, explicit, devices, max(devices, requested_devices or devices), stored)
     if plan.global_batch > LARGEST_BATCH:

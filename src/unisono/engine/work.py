@@ -68,7 +68,7 @@ class Work:
         return self._asked_to_stop()
 
     def share(self, items: Sequence[Any]) -> Sequence[Any]:
-        """Returns this process's share of the items; across all processes, each item occurs once."""
+        """Returns this process's share of the items; each item is in the share of exactly one process."""
         return items[self._part :: self._parts]
 
     def largest_share(self, items: Sequence[Any]) -> int:

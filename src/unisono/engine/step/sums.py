@@ -96,7 +96,7 @@ def describe_metrics(names: list[str]) -> str:
 
 
 class CountCheck:
-    """Detects a loss() that returns a mean: it counts 1 item in every micro-batch of the first steps."""
+    """Detects a loss() that returns a mean: one that counts 1 item in every micro-batch of the first steps."""
 
     def __init__(self) -> None:
         self._steps: set[int] = set()
