@@ -161,7 +161,10 @@ def _frames_to_show(frames: Sequence[Frame], owners: Sequence[Owner]) -> list[Fr
 
 
 def _owner_of_entry(entry: TracebackType) -> Owner:
-    """Returns the owner of an entry's code. unisono's torch-function modes, which only forward, count as library."""
+    """Returns the owner of an entry's code.
+
+    unisono's torch-function modes count as a library, because they only forward calls.
+    """
     code = entry.tb_frame.f_code
     if code.co_name in _FORWARDING:
         return "library"

@@ -68,7 +68,7 @@ def load_whole(path: Path, prefix: str, without: Collection[str] = ()) -> dict[s
 
 def fill(contents: Contents, tensors: Mapping[str, torch.Tensor]) -> None:
     """Reads this process's part of each tensor from the shard files, independently of other ranks."""
-    targets = {name: tensor for name, tensor in tensors.items() if _local_size(tensor) > 0}  # not for empty shards
+    targets = {name: tensor for name, tensor in tensors.items() if _local_size(tensor) > 0}  # skips empty shards
     if targets:
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         try:

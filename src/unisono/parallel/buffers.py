@@ -65,7 +65,7 @@ class BufferSlots:
                     self[slot] = old
 
     def tensors(self) -> list[Tensor]:
-        """Returns the current buffers that are not empty, for a collective: with the same shapes on every rank.
+        """Returns the current non-empty buffers for a collective, with the same shapes on every rank.
 
         A cache that grows with its input has different shapes on different ranks, which would block a collective. For a
         buffer whose shape or type has changed, the slot's first tensor is returned instead.

@@ -81,7 +81,7 @@ class FlopMeter:
 
     @property
     def _may_count(self) -> bool:
-        """Whether a dispatch mode sees all operations and changes none: only if this process compiled nothing."""
+        """Whether a dispatch mode sees all operations and changes none: true if this process has compiled nothing."""
         compiler = sys.modules.get("torch._dynamo.utils")
         return self._can_count and (compiler is None or not compiler.counters["frames"]["total"])
 

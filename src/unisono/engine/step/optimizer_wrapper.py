@@ -208,7 +208,7 @@ class OptimizerWrapper:
         }
 
     def is_by_rows(self, slot: str) -> bool | None:
-        """Whether state tensors of this name have a row for each row of the weight; None: their shape tells."""
+        """Whether state tensors of this name have a row for each row of the weight; None: compare their shapes."""
         parts = self.optimizer.parts if isinstance(self.optimizer, CombinedOptimizer) else [self.optimizer]
         if any(slot in getattr(part, "row_slots", ()) for part in parts):
             return True

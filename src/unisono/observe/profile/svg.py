@@ -43,7 +43,7 @@ def rule(x1: float, y1: float, x2: float, y2: float) -> str:
 
 
 def legend(x: float, y: float, names: Sequence[tuple[str, int]], width: float) -> tuple[list[str], float]:
-    """Returns the SVG of a legend of (name, colour) pairs, and the y coordinate below it."""
+    """Returns the SVG parts of a legend of (name, colour) pairs, and the y coordinate below it."""
     parts, left = [], x
     for name, colour in names:
         needed = 22 + 6.6 * len(name)

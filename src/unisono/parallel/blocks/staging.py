@@ -112,7 +112,7 @@ class Slot:
 
     @property
     def is_referenced(self) -> bool:
-        """Whether any tensor outside of this object can see the slot's memory, which must not be overwritten then."""
+        """Whether any tensor outside of this object can see the slot's memory; if so, it must not be overwritten."""
         references = torch._C._storage_Use_Count(self._storage._cdata)
         return bool(references > self._own_references)
 
