@@ -141,7 +141,7 @@ class PrecisionSettings:
     base_precision: Literal["auto", "bf16", "fp8", "int8", "nf4"] = "auto"
     """Storage format of the frozen linear layers in repeated blocks: the base of a LoRA, a teacher. fp8 and int8 take 1 byte per weight, nf4 about half a byte; trained weights keep their type. auto: the type of the computation. It cannot change within a run."""
     sparsity: Literal["no", "2:4"] = "no"
-    """2:4 sets two of every four consecutive inputs of the linear layers in repeated blocks to zero: in each step, those with the smallest magnitude. Changes the model; see docs/quantized_training.md for what it gains and costs. It cannot change within a run."""
+    """2:4 sets two of every four consecutive weights of each output in the linear layers of repeated blocks to zero: in each step, the two with the smallest magnitude. Changes the model; see docs/quantized_training.md for what it gains and costs. It cannot change within a run."""
     tf32: bool = False
     """Allow TensorFloat-32 for 32-bit matrix products and convolutions on the GPU, which is faster and less precise."""
     compile: bool = False

@@ -1,7 +1,7 @@
 """The checkpoints of a run in object storage.
 
 Objects cannot be renamed, so the manifest, which is uploaded last, makes a checkpoint complete: a folder without one is
-not a checkpoint. A checkpoint is set aside by renaming its manifest. Its folder has the name of the local one, unless
+not a checkpoint. A checkpoint is set aside by storing its manifest under another name. Its folder has the name of the local one, unless
 another checkpoint of the same step is there; then a part of the manifest's checksum is appended.
 """
 
