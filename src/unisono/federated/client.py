@@ -1,4 +1,4 @@
-"""The process of one client's round: `python -m unisono.federated.client ORDER.json`; see `client_app.py`."""
+"""The program that runs one round of a client: `python -m unisono.federated.client ORDER.json`; see `client_app.py`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def main() -> int:
     federation = Federation.read(Path(order["federation"]))
     client, round_order = order["client"], RoundOrder(**order["order"])
     recipe_class, resolved = federation.settings_of(client)
-    if round_order.task != "train":  # must leave no files in the client's run folder
+    if round_order.task != "train":  # these tasks must leave no files in the client's run folder
         resolved = resolved.with_values("federate", tensorboard=False)
     resolved = with_absolute_paths(resolved)
     plan = plan_devices(resolved)

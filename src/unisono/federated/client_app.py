@@ -29,13 +29,13 @@ Arrays = dict[str, NDArray[Any]]
 
 
 def federation_of(context: Context) -> Federation:
-    """The federation that this process belongs to."""
+    """Returns the federation that this process belongs to."""
     path = context.run_config.get("federation") or os.environ[ENVIRONMENT]
     return Federation.read(Path(str(path)))
 
 
 def client_of(context: Context) -> int:
-    """The number of this client."""
+    """Returns the number of this client."""
     return int(context.node_config["partition-id"])
 
 
@@ -79,7 +79,7 @@ def _record(arrays: Arrays) -> ArrayRecord:
 
 
 def client_app(federation: Federation) -> ClientApp:
-    """The ClientApp of a federation, with Flower's mods for differential privacy."""
+    """Builds the ClientApp of a federation, with Flower's mods for differential privacy."""
     options = federation.options
     mods: list[Mod] = []
     if options.privacy == "client":

@@ -1,4 +1,4 @@
-"""Adapts a recipe to one client: trains on the client's share of the data, with FedProx's term in the loss."""
+"""Adapts a recipe to one client: it trains on the client's share of the data, and FedProx adds a term to the loss."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ClientShare:
     seed: int
     proximal_mu: float = 0.0
     global_weights: str | None = None
-    """safetensors file with the global weights at the start of the round."""
+    """Path of a safetensors file with the global weights at the start of the round."""
 
 
 def client_recipe(recipe_class: type[Recipe], share: ClientShare) -> type[Recipe]:
@@ -45,7 +45,7 @@ def client_recipe(recipe_class: type[Recipe], share: ClientShare) -> type[Recipe
             return replace(loss, total=loss.total + share.proximal_mu / 2 * distance * loss.count)
 
         def _distance(self, model: Any) -> Any:
-            """The squared distance of the trained weights from the global ones."""
+            """Returns the squared distance between the trained weights and the global weights."""
             if not hasattr(self, "_anchor"):
                 from safetensors.torch import load_file
 

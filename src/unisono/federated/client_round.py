@@ -35,10 +35,10 @@ class RoundOrder:
     """The task of a client in a round."""
 
     task: Literal["initial", "train", "evaluate"]
-    """initial: only writes the initial weights; evaluate: only evaluates the global weights."""
+    """initial: only write the initial weights; train: train a round; evaluate: only evaluate the global weights."""
     steps: int
     weights: str | None
-    """safetensors file with the global weights."""
+    """Path of a safetensors file with the global weights."""
     reply: str
     """Folder for the client's weights and metrics."""
 
@@ -98,7 +98,7 @@ class RoundTrainer(Trainer):
 
 
 def run_round(arguments: dict[str, Any], start: RankStart) -> dict[str, Any]:
-    """The job of each rank of a client: see `unisono.engine.start.rank`."""
+    """Runs the round on one rank of a client; `unisono.engine.start.rank` calls it."""
     share, order = ClientShare(**arguments["share"]), RoundOrder(**arguments["order"])
     recipe_class = client_recipe(load_recipe(arguments["recipe"]), share)
     resolved = Resolved.from_json((Settings, recipe_class.Config), arguments["resolved"])
@@ -107,7 +107,7 @@ def run_round(arguments: dict[str, Any], start: RankStart) -> dict[str, Any]:
 
 
 def job_of(recipe: str, share: ClientShare, order: RoundOrder, resolved: Resolved) -> dict[str, Any]:
-    """The description of a client's round for `launch_job`."""
+    """Describes a client's round for `launch_job`."""
     arguments = {"recipe": recipe, "share": asdict(share), "order": asdict(order), "resolved": resolved.to_json()}
     return {"call": f"{__name__}:{run_round.__name__}", "arguments": arguments}
 

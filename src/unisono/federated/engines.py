@@ -1,4 +1,4 @@
-"""Runs the server and the clients of a federation: in this process, or in Flower's simulation on Ray."""
+"""The engines `local` and `simulation`: a federation in this process, or in Flower's simulation on Ray."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def run_simulated(federation: Federation) -> None:
 
     options = federation.options
     os.environ[ENVIRONMENT] = str(federation.folder / FEDERATION)
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # Ray must not hide GPUs from clients
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # keeps Ray from hiding GPUs from clients
     os.environ.setdefault(
         "RAY_worker_niceness", "0"
     )  # clients train inside Ray's workers, which get less CPU by default

@@ -31,11 +31,11 @@ class FederationResult:
 
     folder: Path
     model: Path
-    """safetensors file with the global weights."""
+    """Path of a safetensors file with the global weights."""
     rounds: list[dict[str, Any]]
-    """One record per round: the number of clients that replied, the clients that dropped out, and the mean loss."""
+    """One record per round: number of clients that replied, clients that dropped out, and mean loss."""
     metrics: dict[str, float]
-    """Evaluation of the global weights on the data of all clients."""
+    """Metrics of the global weights on the data of all clients."""
 
 
 def check_flower() -> None:
@@ -50,7 +50,7 @@ def check_flower() -> None:
 def run_federation(
     recipe: str, options: FederationOptions, source: SettingsSource, say: Callable[[str], None]
 ) -> FederationResult:
-    """Runs all rounds of a federation. Prints each finished round."""
+    """Runs all rounds of a federation, and prints each round when it has finished."""
     check_flower()
     recipe_class = load_recipe(recipe)
     options.check()
@@ -75,7 +75,7 @@ def run_federation(
 
 
 def read_result(folder: Path) -> FederationResult:
-    """Reads the result from the folder of a federation; raises TrainingFailed if it failed."""
+    """Reads the result from the folder of a federation; raises TrainingFailed if the federation failed."""
     try:
         result = json.loads((folder / "result.json").read_text())
     except FileNotFoundError:

@@ -1,7 +1,7 @@
 """The engine `local`: Flower's ServerApp and ClientApp in this process, without a network and without Ray.
 
-It is a Grid, Flower's interface between a server and its clients, that calls the ClientApp directly. Strategies and
-mods are Flower's own and behave as with any other Grid. Each client still trains in a separate process.
+`LocalGrid` is a Grid, Flower's interface between a server and its clients, that calls the ClientApp directly.
+Strategies and mods are Flower's own and behave as with any other Grid. Each client still trains in a separate process.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class LocalGrid(Grid):
         return Message(content, dst_node_id=dst_node_id, message_type=message_type, group_id=group_id, ttl=ttl)
 
     def get_node_ids(self) -> Iterable[int]:
-        """The ids of all clients."""
+        """Returns the ids of all clients."""
         return list(self._contexts)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:

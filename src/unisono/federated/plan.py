@@ -91,22 +91,22 @@ class FederationOptions:
             raise ConfigError(f"secure_aggregation needs at least 3 clients, got {self.clients}")
 
     def drops(self, client: int, round_: int) -> bool:
-        """Whether a client drops out of a round."""
+        """Returns whether a client drops out of a round."""
         return f"{client}:{round_}" in self.drop.split(",")
 
 
 @dataclass(frozen=True)
 class Federation:
-    """A federation: its folder, recipe, settings and options."""
+    """The folder, recipe, settings and options of a federation."""
 
     folder: Path
     recipe: str
-    """Reference of the recipe that other processes can load."""
+    """Reference to the recipe that other processes can load."""
     source: SettingsSource
     options: FederationOptions
 
     def settings_of(self, client: int) -> tuple[type[Recipe], Resolved]:
-        """The recipe and the settings of a client's run."""
+        """Returns the recipe and the settings of a client's run."""
         recipe_class, options = load_recipe(self.recipe), self.options
         flags = [flag.replace("{client}", str(client)) for flag in without_output_dir(self.source.flags)]
         source = SettingsSource(self.source.files, tuple(flags), {})
@@ -121,11 +121,11 @@ class Federation:
         return recipe_class, resolved
 
     def client_folder(self, client: int) -> Path:
-        """The run folder of a client, which stays with the client."""
+        """Returns the run folder of a client."""
         return self.folder / "clients" / str(client)
 
     def share_of(self, client: int, resolved: Resolved, weights: str | None) -> ClientShare:
-        """The share of the data that a client trains on."""
+        """Returns the share of the data that a client trains on."""
         options = self.options
         mu = options.proximal_mu if options.algorithm == "fedprox" else 0.0
         return ClientShare(client, options.clients, options.split, resolved.values["seed"], mu, weights)

@@ -1,7 +1,7 @@
 """The engine `processes`: Flower's SuperLink and one SuperNode per client, on 127.0.0.1 only.
 
-A federation over several machines runs the same programs, so this engine tests a recipe with them. They end when this
-process ends.
+A federation over several machines runs the same programs, so this engine can test a recipe for such a federation. The
+programs end when this process ends.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ insecure = true
 
 
 def check_ports(port: int, clients: int = 0) -> None:
-    """Raises UserError if one of the ports, which start at `port`, is in use: SuperLink and SuperNodes need them."""
+    """Raises UserError if a port that SuperLink and SuperNodes need is in use; `port` is the first of these ports."""
     if not 0 <= port <= 65535 - clients:
         raise UserError(f"port {port}: expected a number from 0 to {65535 - clients}")
     for each in range(port, port + clients + 1) if port else []:
@@ -107,7 +107,7 @@ def run_processes(federation: Federation) -> None:
 
 
 class _Programs:
-    """The programs of Flower that this process has started; they are stopped when the block ends."""
+    """A context that starts Flower's programs and stops them when it ends."""
 
     def __init__(self, folder: Path, environ: dict[str, str], logs: Path) -> None:
         self._folder, self._environ, self._logs = folder, environ, logs

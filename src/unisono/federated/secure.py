@@ -1,6 +1,6 @@
 """Secure aggregation by Flower's SecAgg+: the server learns only the sum of the clients' weights.
 
-Flower supports it only for its older client interface, so this module wraps a client's round in a NumPyClient. All
+Flower supports SecAgg+ only for its older client interface, so this module wraps a client's round in a NumPyClient. All
 clients have the same weight in the mean, because they do not send their sample counts.
 """
 
@@ -50,7 +50,7 @@ class _Client(NumPyClient):
 
 
 def secure_client_app(mods: list[Any]) -> ClientApp:
-    """The ClientApp of a federation with secure aggregation."""
+    """Builds the ClientApp of a federation with secure aggregation."""
 
     def client_fn(context: Context) -> Client:
         return _Client(federation_of(context), client_of(context)).to_client()
@@ -59,7 +59,7 @@ def secure_client_app(mods: list[Any]) -> ClientApp:
 
 
 def run_secure_server(federation: Federation, grid: Grid, context: Context, log: RoundLog) -> None:
-    """Runs all rounds with secure aggregation, and writes the global weights after each."""
+    """Runs all rounds with secure aggregation, and writes the global weights after each round."""
     options, folder = federation.options, federation.folder
     # The server computes the initial weights itself, from the recipe and the seed, as every client would.
     initial, _ = do_round(federation, 0, "initial", None, 0)
@@ -110,7 +110,7 @@ def run_secure_server(federation: Federation, grid: Grid, context: Context, log:
         timeout=options.round_timeout,
     )
     DefaultWorkflow(fit_workflow=workflow)(grid, legacy)
-    if log.num_rounds < options.rounds:  # Flower only logs this, and keeps the weights of the previous round
+    if log.num_rounds < options.rounds:  # Flower only logs a failed round, and keeps the weights of the previous one
         raise TrainingFailed(f"too few clients replied in {options.rounds - log.num_rounds} rounds to unmask their sum")
     evaluated = legacy.history.metrics_distributed
     finish(folder, {name: values[-1][1] for name, values in evaluated.items() if values})

@@ -82,7 +82,7 @@ class RoundLog:
 
 
 def strategy_of(options: FederationOptions, log: RoundLog) -> Strategy:
-    """Flower's strategy for the options, inside its wrapper for differential privacy."""
+    """Returns Flower's strategy for the options; wraps it if differential privacy involves the server."""
     least: dict[str, Any] = {
         "min_train_nodes": options.min_clients,
         "min_evaluate_nodes": options.min_clients,
@@ -103,7 +103,7 @@ def strategy_of(options: FederationOptions, log: RoundLog) -> Strategy:
 
 
 def initial_arrays(grid: Grid, timeout: float) -> ArrayRecord:
-    """Gets the initial weights from any client: all clients compute the same, from the recipe and the seed."""
+    """Gets the initial weights from any client: all clients compute the same weights from the recipe and the seed."""
     content = RecordDict({"config": ConfigRecord({"server-round": 0})})
     node = min(grid.get_node_ids())
     message = Message(content, dst_node_id=node, message_type="query.initial")
@@ -123,14 +123,14 @@ def wait_for_clients(grid: Grid, number: int, timeout: float) -> None:
 
 
 def save_model(folder: Path, arrays: Mapping[str, Any], like: Mapping[str, Any]) -> None:
-    """Writes the global weights in the dtypes of the initial weights, because means of integers are not integers."""
+    """Writes the global weights in the dtypes of the initial weights, because averaging turns integers into floats."""
     typed = {name: np.ascontiguousarray(array, dtype=like[name].dtype) for name, array in arrays.items()}
     with atomic_file(folder / MODEL) as temporary:
         save_file(typed, temporary)
 
 
 def run_server(federation: Federation, grid: Grid, context: Context) -> None:
-    """Runs all rounds, and writes the global weights after each."""
+    """Runs all rounds, and writes the global weights after each round."""
     options, folder = federation.options, federation.folder
     log = RoundLog(folder, options.rounds)
     wait_for_clients(grid, options.clients, options.round_timeout)
@@ -157,7 +157,7 @@ def run_server(federation: Federation, grid: Grid, context: Context) -> None:
 
 
 def finish(folder: Path, metrics: dict[str, Any]) -> None:
-    """Writes the result of the federation, after all of its other files."""
+    """Writes the result of the federation; must be called after all other files are written."""
     write_atomically(folder / RESULT, json.dumps({"metrics": metrics}) + "\n")
 
 

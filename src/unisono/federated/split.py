@@ -1,4 +1,4 @@
-"""Divides a dataset among clients: a pure function of the data, the seed and the number of clients."""
+"""Divides a dataset among clients. The result depends only on the data, the seed and the number of clients."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def indices_of(dataset: Dataset[Any], split: str, client: int, clients: int, see
     """Returns the indices of a client's samples, in ascending order. Every sample belongs to exactly one client.
 
     iid: a pseudo-random permutation of the samples is dealt out to the clients in turn, so their sample counts
-    differ by at most one. by:FIELD: samples with the same value of a field belong to the same client; the sorted values
-    are dealt out in turn. FIELD is a key of a sample, or the index of an element if samples are tuples. none: every
-    client has all samples (for clients that read different files).
+    differ by at most one. by:FIELD: samples with the same value of a field belong to the same client, and the sorted
+    values are dealt out in turn. FIELD is a key of a sample, or the index of an element if samples are tuples. none:
+    every client has all samples (for clients that read different files).
     """
     num_samples: int = len(dataset)  # type: ignore[arg-type]
     if split == "none" or clients == 1:
@@ -68,23 +68,23 @@ class Share(Dataset[Any]):
 
 
 class ShareOfShapes(Share):
-    """The samples of one client, whose dataset has several shapes."""
+    """The samples of one client, for a dataset that defines shape()."""
 
     def shape(self, index: int) -> Any:
-        """The shape of a sample, by which the engine forms batches."""
+        """Returns the shape of a sample; the engine puts samples of equal shape into a batch."""
         return self._dataset.shape(self._indices[index])
 
 
 class ShareWithCosts(ShareOfShapes):
-    """The samples of one client, whose dataset has several shapes and costs per sample."""
+    """The samples of one client, for a dataset that defines shape() and cost()."""
 
     def cost(self, index: int) -> Any:
-        """The relative cost of a sample."""
+        """Returns the relative cost of a sample."""
         return self._dataset.cost(self._indices[index])
 
 
 def share_of(dataset: Any, indices: Sequence[int]) -> Share:
-    """The samples with these indices, as a dataset."""
+    """Returns the samples with these indices as a dataset."""
     if not hasattr(dataset, "shape"):
         return Share(dataset, indices)
     return (ShareWithCosts if hasattr(dataset, "cost") else ShareOfShapes)(dataset, indices)

@@ -1,1 +1,1 @@
-"""The copy of a run in object storage: uploads each checkpoint, and restores a run from there."""
+"""Copies a run to object storage: uploads each checkpoint, and restores a run from there."""

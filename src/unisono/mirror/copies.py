@@ -23,9 +23,9 @@ from unisono.storage.store import Store, patiently
 
 @contextmanager
 def local_run(run: str, *, step: str | None = None, records: bool = False) -> Iterator[Path]:
-    """The folder of a run. For an address, a temporary copy of run.json and of the newest valid checkpoint.
+    """Yields the folder of a run. For an address, it is a temporary copy of run.json and the newest valid checkpoint.
 
-    `step` is the step of another checkpoint, or "best". With `records`, the copy contains the metrics, events and
+    `step` selects another checkpoint: its step, or "best". With `records`, the copy contains metrics, events and
     previews instead of a checkpoint.
     """
     if not is_address(run):

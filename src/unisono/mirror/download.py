@@ -1,4 +1,4 @@
-"""Downloads checkpoints from object storage, and checks them by their manifests."""
+"""Downloads checkpoints from object storage, and checks them against their manifests."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from unisono.errors import UserError
 from unisono.mirror.remote_checkpoints import CHECKPOINTS, RemoteCheckpoint, list_checkpoints
 from unisono.storage.store import StorageError, Store, patiently
 
-_AT_ONCE = 4  # files
+_AT_ONCE = 4  # number of files to download at once
 
 
 def download_newest(
     store: Store, folder: Path, identity: Mapping[str, Any], note: Callable[[str], None], *, step: int | None = None
 ) -> Path | None:
-    """Downloads the newest valid checkpoint, or that of a step, into `folder`; None if the store has none.
+    """Downloads the newest valid checkpoint, or the one of a step, into `folder`; returns None if there is none.
 
-    `note` receives a line about each damaged checkpoint that was skipped. UserError if all of them are damaged.
+    Calls `note` with a line about each damaged checkpoint that it skips. Raises UserError if all of them are damaged.
     """
     checkpoints = patiently(lambda: list_checkpoints(store, store.files(CHECKPOINTS)))
     ours = [each for each in checkpoints if each.is_of(identity) or each.manifest is None]
@@ -43,7 +43,7 @@ def download_newest(
 
 
 def download(store: Store, checkpoint: RemoteCheckpoint, folder: Path) -> Path:
-    """Downloads a checkpoint into `folder`, where it appears complete; CheckpointError if it is damaged."""
+    """Downloads a checkpoint into `folder`, where it appears atomically; raises CheckpointError if it is damaged."""
     if checkpoint.problem is not None or checkpoint.manifest is None:
         raise CheckpointError(str(checkpoint.problem))
     target, manifest = folder / step_folder(checkpoint.step), checkpoint.manifest
@@ -77,7 +77,7 @@ def download(store: Store, checkpoint: RemoteCheckpoint, folder: Path) -> Path:
 
 
 def download_file(store: Store, name: str, target: Path) -> None:
-    """Downloads a file of a run, which appears complete at its path or replaces the one there."""
+    """Downloads a file of a run, and creates or replaces the local file atomically."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(target) as temporary:
         patiently(lambda: store.download(name, temporary))

@@ -1,4 +1,4 @@
-"""The local folders of runs in object storage, below the user's cache folder."""
+"""Names the local folders of runs in object storage, below the user's cache folder."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from pathlib import Path
 
 
 def working_folder(address: str) -> Path:
-    """The run folder of `--output_dir ADDRESS`: the run writes here, and a copy goes to the address."""
+    """Returns the run folder of `--output_dir ADDRESS`: the run writes there and is copied to the address."""
     return cache_folder() / "runs" / _name(address)
 
 
 def checkpoint_folder(address: str) -> Path:
-    """Where `--resume ADDRESS` puts the checkpoint that it downloads."""
+    """Returns the folder into which `--resume ADDRESS` downloads the checkpoint."""
     return cache_folder() / "downloads" / _name(address)
 
 
 def cache_folder() -> Path:
-    """`$XDG_CACHE_HOME/unisono`, or ~/.cache/unisono."""
+    """Returns `$XDG_CACHE_HOME/unisono`, or ~/.cache/unisono if the variable is not set."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(os.path.abspath(base), "unisono")
 

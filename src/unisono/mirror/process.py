@@ -11,9 +11,9 @@ from unisono.storage.store import Store
 
 
 def main() -> None:
-    """Copies the run that the input names, until it has ended."""
+    """Copies the run that the JSON on stdin describes, until the run has ended."""
     order, output = begin()
-    # A large checkpoint may take any time, so there is no limit for a call; each request has one.
+    # A large checkpoint may take arbitrarily long, so calls have no time limit. Each request has its own limit.
     process = SideProcess("mirror", output, math.inf, persists=True)
     process.run(Upload(Path(order["folder"]), Store(order["address"]), order["keep_last"]))
 

@@ -1,8 +1,9 @@
 """The checkpoints of a run in object storage.
 
-Objects cannot be renamed, so the manifest, which is uploaded last, makes a checkpoint complete: a folder without one is
-not a checkpoint. A checkpoint is set aside by storing its manifest under another name. Its folder has the name of the local one, unless
-another checkpoint of the same step is there; then a part of the manifest's checksum is appended.
+Objects cannot be renamed, so the manifest, which is uploaded last, makes a checkpoint complete: a folder without a
+manifest is not a checkpoint. A checkpoint is set aside by storing its manifest under another name. A checkpoint's
+folder has the same name as the local folder. If the store already has another checkpoint of that step, a part of the
+manifest's checksum is appended to the name.
 """
 
 from __future__ import annotations
@@ -20,37 +21,37 @@ from unisono.storage.store import Store
 
 CHECKPOINTS = "checkpoints"
 LATER = "manifest.later.json"
-"""The manifest of a checkpoint of a branch that the run has abandoned."""
+"""Name of the manifest of a checkpoint that belongs to a branch that the run has abandoned."""
 _FOLDER = re.compile(rf"{CHECKPOINTS}/(step_(\d{{8,}})(?:-[0-9a-f]{{8}})?)")
 
 
 @dataclass(frozen=True)
 class RemoteCheckpoint:
-    """A checkpoint in object storage whose manifest is there."""
+    """A checkpoint in object storage that has a manifest."""
 
-    folder: str  # its name in the store
+    folder: str  # the checkpoint's folder, relative to the store's address
     step: int
-    content: bytes  # of its manifest
-    manifest: Manifest | None  # None: damaged
-    problem: str | None  # why it must not be loaded, as far as the list of files shows
+    content: bytes  # content of the manifest
+    manifest: Manifest | None  # None if the manifest is damaged
+    problem: str | None  # why the checkpoint must not be loaded; None if names and sizes of its files are right
 
     @property
     def name(self) -> str:
-        """The name of its folder, for messages."""
+        """The name of the checkpoint's folder, for messages."""
         return self.folder.rpartition("/")[2]
 
     def is_of(self, identity: Mapping[str, Any]) -> bool:
-        """Whether it belongs to a run, or to a recipe if `identity` names no run."""
+        """Returns whether the checkpoint belongs to a run, or to a recipe if `identity` names no run."""
         stored = {} if self.manifest is None else self.manifest.identity
         return all(stored.get(key) == value for key, value in identity.items() if value is not None)
 
     def files(self) -> list[str]:
-        """Its files in the store, without its manifest."""
+        """The checkpoint's files in the store, without its manifest."""
         return [] if self.manifest is None else [f"{self.folder}/{name}" for name in self.manifest.files]
 
 
 def in_folders(files: Mapping[str, int]) -> dict[str, dict[str, int]]:
-    """The files of every folder of a checkpoint, complete or not: folder -> name -> size."""
+    """Groups files by the folder of their checkpoint, complete or not: folder -> name -> size."""
     folders: dict[str, dict[str, int]] = {}
     for path, size in files.items():
         folder, _, name = path.rpartition("/")
@@ -60,7 +61,7 @@ def in_folders(files: Mapping[str, int]) -> dict[str, dict[str, int]]:
 
 
 def list_checkpoints(store: Store, files: Mapping[str, int]) -> list[RemoteCheckpoint]:
-    """The checkpoints in a list of all files of the store, oldest step first."""
+    """Returns the checkpoints in the store, oldest step first; `files` are the sizes of its files by name."""
     found = []
     for folder, sizes in in_folders(files).items():
         if MANIFEST in sizes and (content := store.read(f"{folder}/{MANIFEST}")) is not None:
@@ -86,7 +87,7 @@ def _checkpoint(folder: str, content: bytes, sizes: Mapping[str, int]) -> Remote
 
 
 def folder_for(step: int, content: bytes, others: Iterable[RemoteCheckpoint]) -> str:
-    """The folder for a checkpoint whose manifest has this content: never that of another complete checkpoint."""
+    """Returns the folder for a checkpoint whose manifest is `content`; never that of another complete checkpoint."""
     plain = f"{CHECKPOINTS}/{step_folder(step)}"
     if all(other.folder != plain or other.content == content for other in others):
         return plain
@@ -94,7 +95,7 @@ def folder_for(step: int, content: bytes, others: Iterable[RemoteCheckpoint]) ->
 
 
 def leftovers(files: Mapping[str, int], newest: int) -> list[str]:
-    """The files of interrupted uploads up to a step: those of a checkpoint's folder without any manifest."""
+    """Returns the files of interrupted uploads up to step `newest`: their checkpoint's folder has no manifest."""
     names = []
     for folder, sizes in in_folders(files).items():
         match = _FOLDER.fullmatch(folder)

@@ -23,15 +23,15 @@ _RECORDS = (METRICS, EVENTS, f"{CHECKPOINTS}/{BEST}")
 
 
 def restore_run(folder: Path, address: str, recipe: str, *, resume: str, is_named: bool) -> list[str]:
-    """Downloads what the run folder lacks of the run at an address; returns notes for the user.
+    """Downloads the run at an address unless the run folder is up to date; returns notes for the user.
 
-    `is_named` says whether the user named the run folder; a folder with a default name never continues a run.
+    `is_named` tells whether the user chose the run folder. A run folder with a default name never continues a run.
     """
     store, local = Store(address), RunFolder.read(folder)
     try:
         theirs = patiently(lambda: read_record(store))
     except StorageError as error:
-        if local is None:  # whether to continue a run depends on the store
+        if local is None:  # only the store could tell whether there is a run to continue
             raise
         return [f"the copy cannot be reached ({error}); continuing from the run folder"]
     if theirs is None:
@@ -48,7 +48,7 @@ def restore_run(folder: Path, address: str, recipe: str, *, resume: str, is_name
 def _check_new(
     folder: Path, store: Store, theirs: Mapping[str, Any], recipe: str, resume: str, *, is_named: bool
 ) -> None:
-    """Rejects a run in the store that this command is not meant to continue."""
+    """Raises UserError if this command is not meant to continue the run in the store."""
     if theirs["recipe"] != recipe:
         raise UserError(f"{store.address} holds a run of {theirs['recipe']}, not {recipe}; choose another address")
     if resume == "never":
@@ -68,13 +68,13 @@ def _restore(folder: Path, store: Store, theirs: Mapping[str, Any]) -> list[str]
     checkpoints = folder / CHECKPOINTS
     newest = download_newest(store, checkpoints, identity, notes.append)
     step = 0 if newest is None else read_manifest(newest).step
-    # What this folder has beyond that is of a branch that was continued elsewhere.
+    # The run was continued elsewhere from `step`, so later local checkpoints belong to an abandoned branch.
     notes += [f"set aside as {path.name}: {why}" for path, why in set_aside_after(checkpoints, step, identity, {})]
     files = patiently(store.files)
     for name in (*_RECORDS, *(name for name in files if _is_preview(name))):
         if name in files:
             download_file(store, name, folder / name)
-    download_file(store, RUN, folder / RUN)  # last: with it, the folder holds the run
+    download_file(store, RUN, folder / RUN)  # last, because run.json marks the folder as complete
     return [*notes, f"restored from {store.address}" + (f": step {step}" if step else "")]
 
 
@@ -94,14 +94,14 @@ def fetch_to_resume(address: str, recipe: str) -> tuple[Path, list[str]]:
         raise UserError(f"resume: {run} has no checkpoint of {recipe}{of_step}")
     if patiently(lambda: read_record(store)) is not None:
         download_file(store, RUN, folder / RUN)
-    for _, other in list_steps(folder / CHECKPOINTS):  # downloaded by earlier commands
+    for _, other in list_steps(folder / CHECKPOINTS):  # delete checkpoints that earlier commands downloaded
         if other != path:
             shutil.rmtree(other, ignore_errors=True)
     return path, notes
 
 
 def split_step(address: str) -> tuple[str, int | None]:
-    """The address of a run, and the step if the address is that of one of its checkpoints."""
+    """Splits the address of a run or checkpoint into the run's address and the checkpoint's step (None for a run)."""
     run, _, name = address.rpartition(f"/{CHECKPOINTS}/step_")
     digits = name.partition("-")[0]
     return (run, int(digits)) if run and digits.isascii() and digits.isdecimal() else (address, None)

@@ -1,4 +1,4 @@
-"""The run.json of a run in object storage, and how it relates to the local one."""
+"""Reads the run.json of a run in object storage, and compares it with the local run.json."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from unisono.storage.store import Store
 
 
 def read_record(store: Store) -> dict[str, Any] | None:
-    """The content of run.json in the store; None if there is none."""
+    """Returns the content of run.json in the store; None if it does not exist."""
     content = store.read(RUN)
     if content is None:
         return None
@@ -27,11 +27,11 @@ def read_record(store: Store) -> dict[str, Any] | None:
 
 
 def continues(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
-    """Whether our record knows all starts of theirs; otherwise the run was continued from another folder."""
+    """Returns whether our record contains all starts in theirs; if not, the run was continued from another folder."""
     known, starts = ours.get("starts"), theirs.get("starts")
     return isinstance(known, list) and isinstance(starts, list) and known[: len(starts)] == starts
 
 
 def other_run(store: Store) -> GiveUp:
-    """The error if the store holds another run."""
+    """Returns the error to raise if the store holds another run."""
     return GiveUp(f"{store.address} holds another run; choose another address for the copy of this run")

@@ -1,8 +1,8 @@
 """Copies a run to object storage while it trains.
 
-It follows the run folder, like a tracker: whenever a new checkpoint has been committed there, it uploads the files of
-the run, then those of the checkpoint, and the manifest last. Only then does it delete old checkpoints, by the same rule
-as the run. Whatever fails is tried again, and whatever an earlier process left behind is completed or removed.
+`Upload` follows the run folder, like a tracker. Whenever a new checkpoint has been committed, it uploads the files of
+the run, then the files of the checkpoint, and the manifest last. Only then does it delete old checkpoints, by the same
+rule as the run. It retries failed uploads, and completes or removes what an interrupted process left behind.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from unisono.observe.folder import EVENTS, METRICS, RUN, RunFolder, append_event
 from unisono.observe.side_process.child import GiveUp
 from unisono.storage.store import Store
 
-_AT_ONCE = 4  # files
+_AT_ONCE = 4  # number of files to upload at once
 _PREVIEWS = "previews"
 
 
 class Upload:
-    """Uploads what is new in a run folder; a follower of `unisono.observe.side_process`."""
+    """Uploads new files of a run folder; a follower of `unisono.observe.side_process`."""
 
     def __init__(self, folder: Path, store: Store, keep_last: int) -> None:
         self._folder, self._store, self._keep_last = folder, store, keep_last
-        self._complete: dict[Path, bytes] = {}  # checkpoints that are in the store, with the content of their manifests
-        self._sent: dict[str, tuple[int, int]] = {}  # files of the run -> size and time of modification
-        self._uploaded: set[tuple[str, str]] = set()  # files of checkpoints that this process uploaded, with hashes
+        self._complete: dict[Path, bytes] = {}  # local path -> manifest content of each checkpoint in the store
+        self._sent: dict[str, tuple[int, int]] = {}  # file of the run -> size and modification time when uploaded
+        self._uploaded: set[tuple[str, str]] = set()  # name and hash of each checkpoint file that was uploaded
         self._identity: dict[str, Any] = {}
 
     def open(self) -> None:
@@ -52,12 +52,12 @@ class Upload:
         self._send(RUN)
 
     def deliver(self, *, everything: bool = False) -> None:
-        """Uploads checkpoints that are new, newest first; at the end also the final state of all other files."""
+        """Uploads new checkpoints, newest first; with `everything`, also the final state of all other files."""
         new = [(path, manifest) for path, manifest in self._local() if self._complete.get(path) != _content(path)]
         for path, manifest in reversed(new):
             self._claim()
             self._send_records()
-            with suppress(FileNotFoundError, CheckpointError):  # the run has deleted it meanwhile
+            with suppress(FileNotFoundError, CheckpointError):  # the run may have deleted the checkpoint meanwhile
                 self._send_checkpoint(path, manifest)
         if new:
             self._send(f"{CHECKPOINTS}/{BEST}")
@@ -68,10 +68,10 @@ class Upload:
             self._send(f"{CHECKPOINTS}/{BEST}")
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing, because nothing is open."""
 
     def _local(self) -> Iterator[tuple[Path, Manifest]]:
-        """The complete checkpoints of this run on the local disk, oldest first."""
+        """Yields the complete checkpoints of this run on the local disk, oldest first."""
         for _, path in list_steps(self._folder / CHECKPOINTS):
             with suppress(CheckpointError, OSError):
                 if validate(path, deep=False, identity=self._identity) is None:
@@ -95,7 +95,7 @@ class Upload:
             )
 
     def _send_records(self) -> None:
-        # The metrics come before the checkpoint, so that its steps are in the store when it is complete.
+        # Called before a checkpoint is uploaded: the store then has the metrics of all steps up to the checkpoint.
         for name in (RUN, METRICS, EVENTS):
             self._send(name)
         previews = self._folder / _PREVIEWS
@@ -145,7 +145,7 @@ class Upload:
         append_event(self._folder, "mirrored", step=manifest.step, rank=0, seconds=seconds, bytes=size)
 
     def _tidy(self) -> None:
-        """Sets aside what the run abandoned and deletes old checkpoints, once its newest checkpoint is in the store."""
+        """Once a checkpoint is in the store, sets aside checkpoints of abandoned branches and deletes old ones."""
         local = {path: manifest for path, manifest in self._local() if self._complete.get(path) == _content(path)}
         if not local:
             return
@@ -173,7 +173,7 @@ class Upload:
             own = {f"{each.folder}/{MANIFEST}", *each.files()}
             in_folder = {name for name in files if name.startswith(f"{each.folder}/")}
             if each.step not in keep and in_folder <= own:
-                self._store.delete([f"{each.folder}/{MANIFEST}"])  # first, so that no part of it counts as a checkpoint
+                self._store.delete([f"{each.folder}/{MANIFEST}"])  # first: without it, the rest is not a checkpoint
                 self._store.delete(each.files())
 
 

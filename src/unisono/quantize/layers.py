@@ -1,8 +1,8 @@
-"""Frozen linear layers with a quantised weight, and the function that converts the layers of a model to them.
+"""Frozen linear layers with a quantised weight, and the function that converts layers of a model to them.
 
-A layer's class is swapped in place: the layer keeps its name, its bias and the name `weight` of its codes, and a LoRA
-around it (peft's `base_layer`) works as before. Codes and scales are parameters without a gradient rather than buffers:
-ddp would broadcast buffers in every step, and a step that can be repeated copies them.
+The conversion replaces a layer's class in place: the layer keeps its name and its bias, its codes are named `weight`,
+and a LoRA around it (peft's `base_layer`) works as before. Codes and scales are parameters without a gradient rather
+than buffers, because ddp would broadcast buffers in every step, and a step that may be retried would copy them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from unisono.quantize.formats import FORMATS, Encoded
 from unisono.quantize.products import FrozenProduct, fits_fp8_products
 
 SCALES = "weight_scales"
-"""Name of the scales beside `weight`."""
+"""Name of the parameter with the scales of `weight`."""
 
 
 class FrozenLinear(nn.Linear):
@@ -30,19 +30,19 @@ class FrozenLinear(nn.Linear):
 
     weight_scales: nn.Parameter | None
     format_name: str
-    fp8_products: bool  # whether this device multiplies its codes without decoding them
+    fp8_products: bool  # whether the device multiplies the codes without decoding them
 
     def forward(self, x: Tensor) -> Tensor:
-        """x @ weight.T + bias."""
+        """Returns x @ weight.T + bias."""
         return _apply(self, x, self.in_features, transposed=True)
 
     def extra_repr(self) -> str:
-        """Sizes and format."""
+        """Describes sizes and format, for print(model)."""
         return f"{super().extra_repr()}, format={self.format_name}"
 
 
 def _conv1d() -> type[nn.Module] | None:
-    """transformers' Conv1D (GPT-2): a linear layer whose weight is stored as [in, out]. None if not imported."""
+    """Returns transformers' Conv1D, GPT-2's linear layer with a weight of shape [in, out]; None if not imported."""
     return getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
 
 
@@ -58,7 +58,8 @@ def _apply(layer: Any, x: Tensor, num_columns: int, *, transposed: bool) -> Tens
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
     bias = layer.bias
-    inside = bias is not None and not bias.requires_grad  # the product adds it without another pass over the output
+    # The product adds a frozen bias without another pass over the output.
+    inside = bias is not None and not bias.requires_grad
     result: Tensor = FrozenProduct.apply(  # type: ignore[no-untyped-call]
         x.to(dtype),
         layer.weight,
@@ -76,7 +77,7 @@ def _apply(layer: Any, x: Tensor, num_columns: int, *, transposed: bool) -> Tens
 class Quantized:
     """The layers of a model that `quantize` has converted."""
 
-    layers: Sequence[str] = ()  # their names
+    layers: Sequence[str] = ()  # names of the layers
     bytes_before: int = 0
     bytes_after: int = 0
 
@@ -87,17 +88,17 @@ class Quantized:
 
 
 def frozen_linears(model: nn.Module, blocks: Iterable[nn.Module], exact: Collection[str] = ()) -> list[str]:
-    """Names of the frozen linear layers inside `blocks`, or in the whole model without blocks; see `linears`."""
+    """Returns the names of the frozen linear layers in `blocks`; no blocks: in the whole model. See `linears`."""
     return linears(model, blocks, is_frozen_linear, exact)
 
 
 def linears(
     model: nn.Module, blocks: Iterable[nn.Module], accepts: Callable[[Any], bool], exact: Collection[str] = ()
 ) -> list[str]:
-    """Names of the linear layers that `accepts` accepts inside `blocks`, or in the whole model without blocks.
+    """Returns the names of the linear layers in `blocks` that `accepts` returns True for; no blocks: the whole model.
 
-    Leaves out weights in `exact`, weights that several modules share, and layers whose owner reads their weight itself:
-    the attention of torch.nn, and its encoder layer, which computes by one fused kernel in evaluation.
+    Leaves out weights named in `exact`, weights that several modules share, and layers whose parent module reads their
+    weight directly: torch.nn's attention, and its encoder layer, which uses one fused kernel in evaluation.
     """
     inside = {id(part) for block in blocks for part in block.modules()}
     uses = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
@@ -119,7 +120,7 @@ def linears(
 
 
 def is_frozen_linear(module: nn.Module) -> bool:
-    """Whether a module is a plain linear layer whose weight is not trained. Subclasses may read the weight."""
+    """Returns whether a module is a plain linear layer with a frozen weight. A subclass might read the weight itself."""
     if type(module) is not nn.Linear and type(module) is not _conv1d():
         return False
     weight = module.weight
@@ -127,7 +128,7 @@ def is_frozen_linear(module: nn.Module) -> bool:
 
 
 def check_names(model: nn.Module, names: Iterable[str], hook: str) -> list[str]:
-    """The names that a recipe chose; RecipeError for one that is not a frozen linear layer."""
+    """Returns the names that a recipe chose; raises RecipeError if one is not that of a frozen linear layer."""
     layers = dict(model.named_modules())
     for name in (names := list(names)):
         if name not in layers or not is_frozen_linear(layers[name]):
@@ -136,9 +137,9 @@ def check_names(model: nn.Module, names: Iterable[str], hook: str) -> list[str]:
 
 
 def quantize(model: nn.Module, names: Iterable[str], format_name: str, *, fp8_products: bool = False) -> Quantized:
-    """Converts the layers in place; their weights may be on the meta device, and are then filled later.
+    """Converts layers in place. Weights may be on the meta device, to be filled later.
 
-    `fp8_products`: the device has them; layers whose sizes do not fit are decoded nevertheless.
+    `fp8_products`: whether the device has fp8 matrix units; layers whose sizes do not fit them are decoded anyway.
     """
     kind, converted, before, after = FORMATS[format_name], [], 0, 0
     for name in names:
@@ -160,7 +161,7 @@ def quantize(model: nn.Module, names: Iterable[str], format_name: str, *, fp8_pr
 
 
 def dequantize(model: nn.Module, dtype: torch.dtype | None = None) -> None:
-    """Turns converted layers back into plain ones, with the decoded weights in `dtype` (torch's default one)."""
+    """Converts layers back to plain linear layers, with decoded weights in `dtype` (default: torch's default dtype)."""
     layer: Any
     for layer in model.modules():
         is_linear = type(layer) is FrozenLinear

@@ -1,7 +1,7 @@
-"""Two operations around matrix products, registered with PyTorch; torch.compile treats them as opaque.
+"""Two operations around matrix products, registered with PyTorch, which torch.compile treats as opaque.
 
-Code that the compiler makes of plain PyTorch reads each row twice to quantise it, and copies a matrix before it adds a
-product to it. Both are a tenth of a LoRA's step on a GPU.
+From plain PyTorch, the compiler generates code that reads each row twice to quantise it, and that copies a matrix
+before adding a product to it. Together these take a tenth of a LoRA's step on a GPU.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _TAGS = (torch.Tag.pt2_compliant_tag,)
 
 
 def quantised_rows(rows: Tensor, factors: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The rows in fp8, and [rows, 1] scales; `factors` are multiplied into the columns first."""
+    """Quantises rows to fp8, after multiplying the columns by `factors`; returns codes and [rows, 1] scales."""
     return torch.ops.unisono.quantised_rows(rows, factors)  # type: ignore[no-any-return]
 
 
 def add_product_(out: Tensor, left: Tensor, right: Tensor, factor: float = 1.0) -> Tensor:
-    """out += factor · left @ right, in place and in one matrix product; no gradient."""
+    """Computes out += factor · left @ right in place, as one matrix product, without a gradient."""
     torch.ops.unisono.add_product_(out, left, right, factor)
     return out
 
@@ -33,7 +33,7 @@ def add_product_(out: Tensor, left: Tensor, right: Tensor, factor: float = 1.0) 
 def _quantised_rows(rows: Tensor, factors: Tensor | None) -> tuple[Tensor, Tensor]:
     wide = rows.float() if factors is None else rows.float() * factors.float()
     scales = wide.abs().amax(dim=-1, keepdim=True) / LARGEST_FP8
-    units = wide * torch.where(scales == 0, 1, scales).reciprocal()  # as the kernel: a division is slow there
+    units = wide * torch.where(scales == 0, 1, scales).reciprocal()  # like the kernel, where a division would be slow
     return units.clamp(-LARGEST_FP8, LARGEST_FP8).to(torch.float8_e4m3fn), scales
 
 

@@ -1,11 +1,11 @@
 """Matrix products with a frozen, quantised weight, forward and backward.
 
-The weight is decoded when it is needed, once in forward and once in backward, and never kept: autograd saves only the
-codes, which exist anyway. A frozen weight needs no gradient, so the input of the layer is not saved either.
+The weight is decoded when it is needed, once in forward and once in backward, and discarded afterwards: autograd saves
+only the codes, which exist anyway. A frozen weight needs no gradient, so the input of the layer is not saved either.
 
 On GPUs with fp8 matrix units, fp8 weights are not decoded at all: the input's rows are quantised on the fly, each with
-its own scale, and multiplied by the codes. Both operands must have their scales along the dimension that remains. A
-weight's scales are per row; where the product sums over the rows, they are multiplied into the input first.
+its own scale, and multiplied by the codes. Scales must not vary along the dimension that a product sums over. A weight
+has one scale per row, so if the product sums over its rows, the scales are multiplied into the input first.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from torch.autograd import Function
 from unisono.quantize.formats import FORMATS
 from unisono.quantize.operations import quantised_rows
 
-_MULTIPLE = 16  # sizes of an fp8 product's matrices
+_MULTIPLE = 16  # fp8 products need matrix sizes that are multiples of this
 
 
 def has_fp8_products(device: torch.device) -> bool:
-    """Whether the device multiplies fp8 matrices: GPUs since Ada and Hopper."""
+    """Returns whether the device has fp8 matrix units: NVIDIA GPUs since Ada and Hopper."""
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def fits_fp8_products(num_rows: int, num_columns: int) -> bool:
-    """Whether an fp8 product accepts a weight of this size."""
+    """Returns whether an fp8 product accepts a weight of this size."""
     return num_rows % _MULTIPLE == 0 and num_columns % _MULTIPLE == 0
 
 
 class FrozenProduct(Function):
-    """x @ weight.T (`transposed`), or x @ weight; only x gets a gradient."""
+    """Computes x @ weight.T (`transposed`), or x @ weight, plus a bias; only x gets a gradient."""
 
     @staticmethod
     def forward(
@@ -48,14 +48,14 @@ class FrozenProduct(Function):
         transposed: bool,
         fp8_products: bool,
     ) -> Tensor:
-        """The product in the dtype of x; `num_columns` are those of the weight."""
+        """Returns the product in the dtype of x; `num_columns` is the number of columns of the weight."""
         ctx.save_for_backward(codes, scales)
         ctx.weight = (format_name, num_columns, transposed, fp8_products)
         return frozen_product(x, codes, scales, bias, *ctx.weight)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        """The gradient of x."""
+        """Returns the gradient of x."""
         codes, scales = ctx.saved_tensors
         format_name, num_columns, transposed, fp8_products = ctx.weight
         result = frozen_product(gradient, codes, scales, None, format_name, num_columns, not transposed, fp8_products)
@@ -73,9 +73,9 @@ def frozen_product(
     fp8_products: bool,
     quantised: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """x @ weight.T + bias (`transposed`), or x @ weight + bias, without a gradient; see FrozenProduct.
+    """Returns x @ weight.T + bias (`transposed`), or x @ weight + bias, without a gradient; see FrozenProduct.
 
-    `quantised`: the result of `quantised_rows` for x, if several products with transposed weights share it.
+    `quantised`: the result of `quantised_rows` for x, if several products with transposed weights reuse it.
     """
     if fp8_products and scales is not None and x.dtype.itemsize == 2:
         return _fp8_product(x, codes, scales, bias, transposed, quantised)
@@ -86,10 +86,10 @@ def frozen_product(
 def _fp8_product(
     x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, transposed: bool, quantised: Any
 ) -> Tensor:
-    # Contiguous: quantising keeps the layout, and the product refuses a first operand that is stored by columns.
+    # Make x contiguous: quantising keeps its layout, and the product needs a row-major first operand.
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     weight_scales = scales.view(torch.bfloat16).float().t()  # [1, rows of the weight]
-    # The second operand must be stored by columns. Transposing its bytes moves less memory than decoding it would.
+    # The second operand must be column-major. Transposing the codes moves less memory than decoding them would.
     if transposed:
         columns = codes.t()
         values, row_scales = quantised or quantised_rows(rows)
@@ -103,7 +103,7 @@ def _fp8_product(
         scale_a=row_scales,
         scale_b=weight_scales,
         bias=None if bias is None else bias.to(torch.bfloat16),
-        out_dtype=torch.bfloat16,  # the only one with a scale per row
+        out_dtype=torch.bfloat16,  # the only output dtype that supports one scale per row
         use_fast_accum=True,
     )
     return result.to(x.dtype).view(*x.shape[:-1], result.shape[-1])

@@ -1,7 +1,7 @@
-"""Linear layers with quantised or sparse products, and the pass that converts the layers of a model to them.
+"""Linear layers with quantised or sparse products, and the function that converts layers of a model to them.
 
-A layer's class is swapped in place. Its weight stays the parameter of that name that it was, so checkpoints, optimizers
-and averages do not change, and a run can resume with other products.
+The conversion replaces a layer's class in place. Its weight remains the same parameter with the same name, so
+checkpoints, optimizers and averages do not change, and a run can resume with other products.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from unisono.quantize.layers import linears
 from unisono.quantize.reduced_products import Products
 from unisono.quantize.sparse import pruned
 
-_MULTIPLE = 16  # sizes of a quantised product's matrices
+_MULTIPLE = 16  # quantised products need matrix sizes that are multiples of this
 
 
 class ReducedLinear(nn.Linear):
-    """An nn.Linear that computes its products as `products` says."""
+    """An nn.Linear that computes its matrix products as its attribute `products` specifies."""
 
     products: Products
 
     def forward(self, x: Tensor) -> Tensor:
-        """x @ weight.T + bias."""
+        """Returns x @ weight.T + bias."""
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
         bias = None if self.bias is None else self.bias.to(dtype)
@@ -39,7 +39,7 @@ class ReducedLinear(nn.Linear):
         )
 
     def extra_repr(self) -> str:
-        """Sizes and products."""
+        """Describes sizes and products, for print(model)."""
         return f"{super().extra_repr()}, products={self.products.format_name or '2:4'}"
 
 
@@ -63,13 +63,13 @@ class _Product(Function):
 
 
 def products_of(layer: nn.Module) -> Products | None:
-    """The products of a layer; None for those in the type of the computation."""
+    """Returns the products of a layer; None for a layer that is not converted."""
     return layer.products if type(layer) is ReducedLinear else None
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """The layers that were converted, and those that stay as they are, by name."""
+    """Names of the layers that were converted, and of the layers whose sizes are unfit."""
 
     converted: Sequence[str]
     unfit: Sequence[str]
@@ -84,8 +84,8 @@ def reduce_products(
 ) -> Conversion:
     """Converts the linear layers of `blocks` whose sizes are multiples of 16 and at least `smallest`.
 
-    Quantised products are for trained weights only: a frozen one can be stored quantised (`layers.py`). Leaves out
-    weights in `exact`, weights that several modules share, and those that another module reads.
+    Quantised products are for trained weights only, because a frozen weight can be stored quantised (`layers.py`).
+    Leaves out weights named in `exact`, weights that several modules share, and weights that another module reads.
     """
     converted, unfit = [], []
     for name in linears(model, blocks, _is_linear if products.sparse else _is_trained_linear, exact):
@@ -106,7 +106,7 @@ def without_numbers(names: Iterable[str]) -> list[str]:
 
 
 def prune_weights(model: nn.Module) -> None:
-    """Turns layers with sparse products into plain ones with pruned weights, which compute the same."""
+    """Converts layers with sparse products to plain linear layers with pruned weights, which compute the same."""
     layer: Any
     for layer in model.modules():
         if type(layer) is ReducedLinear and layer.products.sparse:

@@ -1,22 +1,22 @@
 """The three matrix products of a linear layer: output, gradient of the input, gradient of the weight.
 
-Callers pass a `Products`, or None for products in the type of the computation. Backward quantises or prunes the weight
-again instead of saving a copy. Compiled code keeps what is cheaper to keep, which are the codes; `gathered` weights,
-which fsdp frees after the forward pass, must not leave codes behind. Operands are stored by rows, because fp8 products
-accept nothing else.
+Callers pass a `Products`, or None for products in the compute dtype. Backward quantises or prunes the weight again
+instead of saving a copy. Compiled code may save the codes from forward, because that is cheaper; for `gathered`
+weights, which fsdp frees after the forward pass, this is prevented. Operands are row-major, because fp8 products accept
+nothing else.
 
 | product | summed over | scales |
 |---|---|---|
 | x @ weight.T | inputs | one per token, one per output |
-| gradient @ weight | outputs | one per token; those of the weight are multiplied into the gradient first |
+| gradient @ weight | outputs | one per token; the weight's scales are multiplied into the gradient first |
 | gradient.T @ x | tokens | not quantised, unless `weight_gradient` is set |
 
-A sum over tokens cannot have a scale per token. With `weight_gradient`, fp8 multiplies the scales of x into the
-gradient, which then has a single scale; int8 needs a scale per input and per output. These scales depend on all tokens
-of a micro-batch, so the result depends on the division into micro-batches.
+A product that sums over tokens cannot have a scale per token. With `weight_gradient`, fp8 multiplies the scales of x
+into the gradient, which then gets a single scale; int8 uses a scale per input and per output. These scales depend on
+all tokens of a micro-batch, so the result depends on how a batch is divided into micro-batches.
 
-Pruned weights (`sparse`) are pruned whenever they are used, so that each step keeps the largest ones. Their gradient is
-the one of the pruned weight, for pruned numbers too (a straight-through estimator): they can grow back.
+With `sparse`, the weight is pruned each time it is used, so that each step keeps its currently largest elements. Pruned
+elements get a gradient too, as if they had not been pruned (a straight-through estimator), so they can grow back.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from unisono.quantize.sparse import pruned, sparse_linear
 
 
 class Products(NamedTuple):
-    """How the products of a layer are computed."""
+    """Specifies how a layer computes its matrix products."""
 
-    format_name: str = ""  # to which operands are quantised: fp8 or int8; empty for none
-    weight_gradient: bool = False  # quantises the operands of the weight's gradient, too
+    format_name: str = ""  # format of quantised operands: fp8 or int8; empty: not quantised
+    weight_gradient: bool = False  # also quantises the operands of the weight's gradient
     fp8_units: bool = False  # whether the device multiplies fp8 matrices
     sparse: bool = False  # prunes the weight to 2:4
     sparse_units: bool = False  # whether the device multiplies 2:4 sparse matrices
-    gathered: bool = False  # the weight exists only while it is used
+    gathered: bool = False  # the full weight exists only while it is used
 
     @property
     def saves_codes(self) -> bool:
@@ -48,7 +48,7 @@ class Products(NamedTuple):
 
 
 def linear(products: Products | None, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, list[Tensor]]:
-    """x @ weight.T + bias, and the tensors that `gradients` needs; all have the same type."""
+    """Returns x @ weight.T + bias, and the tensors that `gradients` needs; x, weight and bias have the same dtype."""
     if products is None:
         return F.linear(x, weight, bias), [x, weight]
     if products.sparse:
@@ -62,7 +62,7 @@ def linear(products: Products | None, x: Tensor, weight: Tensor, bias: Tensor | 
 def gradients(
     products: Products | None, saved: list[Tensor], dy: Tensor, *, of_input: bool = True, of_weight: bool = True
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of x and of the weight, of those that are needed; `saved` is what `linear` returned."""
+    """Returns the gradients of x and of the weight (None if not needed), from the tensors that `linear` returned."""
     *inputs, weight = saved
     rows, dx, dweight = _rows(dy), None, None
     if of_input:
@@ -75,7 +75,7 @@ def gradients(
 def _input_gradient(products: Products | None, rows: Tensor, weight: Tensor) -> Tensor:
     if products is None:
         return rows @ weight
-    if products.gathered:  # depends on the gradient, so that the compiler cannot compute the codes in forward
+    if products.gathered:  # makes the weight depend on the gradient, so compiled code cannot save codes from forward
         weight = weight + 0 * rows[:1, :1].sum()
     if products.sparse:
         return rows @ pruned(weight)
@@ -94,7 +94,7 @@ def _weight_gradient(products: Products | None, rows: Tensor, inputs: list[Tenso
         x_codes, x_scales = quantised_rows(_rows(x).t(), "int8")
         return multiply(transposed(codes.t()), scales, transposed(x_codes.t()), x_scales.t(), rows.dtype)
     x_codes, x_scales = inputs
-    # Largest product of a token's gradient and the scale of its x, which is a power of two.
+    # One scale for all tokens, from the largest gradient times its token's scale of x, which is a power of two.
     scale = scales_for((rows.abs().amax(dim=-1, keepdim=True) * x_scales).amax(), "fp8")
     codes = (rows * (x_scales / scale)).to(torch.float8_e4m3fn)
     a_scales = scale.expand(rows.shape[1], 1).contiguous()

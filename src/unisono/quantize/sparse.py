@@ -1,7 +1,7 @@
-"""Semi-structured sparsity (2:4): of every four consecutive inputs of a weight's row, the two largest are kept.
+"""Semi-structured sparsity (2:4): each group of four consecutive elements of a weight's row keeps its two largest.
 
-Sparse matrix units skip the others: at most twice the rate, but only in products that sum over these groups of four.
-That is the layer's output. The gradient of the input sums over outputs, and the weight's gradient over tokens.
+Sparse matrix units skip the other elements, which at most doubles the rate, but only in products that sum over these
+groups. Only the layer's output does: the input's gradient sums over outputs, and the weight's gradient over tokens.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _GROUP, _KEPT = 4, 2
-_MULTIPLE = 8  # tokens of a sparse product
+_MULTIPLE = 8  # sparse products need a multiple of this many tokens
 
 
 def has_sparse_products(device: torch.device) -> bool:
-    """Whether the device multiplies 2:4 sparse matrices: GPUs since Ampere, with cuSPARSELt."""
+    """Returns whether the device multiplies 2:4 sparse matrices: NVIDIA GPUs since Ampere, with cuSPARSELt."""
     return (
         device.type == "cuda"
         and torch.version.hip is None
@@ -25,7 +25,7 @@ def has_sparse_products(device: torch.device) -> bool:
 
 
 def pruned(weight: Tensor) -> Tensor:
-    """The weight with zeros for the two smallest of every four numbers in a row; of equal ones, the first are kept."""
+    """Sets the two smallest of every four elements of a row to zero; of equal elements, the first are kept."""
     groups = weight.reshape(*weight.shape[:-1], -1, _GROUP)
     sizes = groups.abs()
     this, other = sizes.unsqueeze(-1), sizes.unsqueeze(-2)
@@ -35,7 +35,7 @@ def pruned(weight: Tensor) -> Tensor:
 
 
 def sparse_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, sparse_units: bool) -> Tensor:
-    """x @ weight.T + bias for a pruned weight; `sparse_units`: the device multiplies such matrices faster."""
+    """Returns x @ weight.T + bias for a pruned weight; `sparse_units`: the device has sparse matrix units."""
     if not sparse_units or x.dtype.itemsize != 2:
         return F.linear(x, weight, bias)
     rows = x.reshape(-1, x.shape[-1])
@@ -45,7 +45,7 @@ def sparse_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, sparse_unit
     return y if bias is None else y + bias
 
 
-# An operation of its own, because the compiler does not know the shapes of cuSPARSELt's.
+# Wraps cuSPARSELt in a custom operation, because the compiler cannot infer the shapes of cuSPARSELt's operations.
 @torch.library.custom_op("unisono_sparse::linear", mutates_args=())
 def _linear(rows: Tensor, weight: Tensor) -> Tensor:
     return torch._cslt_sparse_mm(torch._cslt_compress(weight), rows.t(), transpose_result=True)

@@ -29,7 +29,7 @@ def _quantise(rows, factors, codes, scales, width, FACTORS: tl.constexpr, BLOCK:
 
 
 def quantised_rows(rows: Tensor, factors: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The rows in fp8, and [rows, 1] scales; see `operations.quantised_rows`."""
+    """Quantises rows to fp8; returns codes and [rows, 1] scales. See `operations.quantised_rows`."""
     number, width = rows.shape
     codes = torch.empty_like(rows, dtype=torch.float8_e4m3fn)
     scales = torch.empty(number, 1, dtype=torch.float32, device=rows.device)

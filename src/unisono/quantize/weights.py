@@ -1,4 +1,4 @@
-"""Quantises weights as they are read, so that the model never exists in 16 bits: neither in host nor in GPU memory."""
+"""Quantises weights as they are read, so the whole model never exists in 16 bits, neither in host nor in GPU memory."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from unisono.quantize.layers import SCALES
 
 
 class QuantizedWeights:
-    """The source of the weights of a model whose layers `quantize` converted on the meta device."""
+    """Provides the weights of a model whose layers `quantize` converted on the meta device."""
 
     def __init__(self, source: Weights, layers: Iterable[str], format_name: str) -> None:
         """`source` has the original weights; `layers` are the names of the converted layers."""
         self._source, self._layers, self._format = source, set(layers), FORMATS[format_name]
-        self._scales: dict[str, list[tuple[int, int, Tensor]]] = {}  # of codes that were requested: (start, stop, rows)
+        # Scales of the codes that were requested before, per layer: (start, stop, scales of these rows).
+        self._scales: dict[str, list[tuple[int, int, Tensor]]] = {}
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows of a weight, of the codes of a converted layer, or of its scales."""
+        """Returns rows of a weight, of a converted layer's codes, or of its scales."""
         layer, _, kind = name.rpartition(".")
         if layer not in self._layers or kind not in ("weight", SCALES):
             return self._source.rows(name, start, stop)
@@ -37,7 +38,7 @@ class QuantizedWeights:
         return encoded.codes
 
     def _encoded_scales(self, layer: str, start: int, stop: int) -> Tensor | None:
-        """The scales of rows whose codes were requested before, in pieces, one after the other; else None."""
+        """Returns the scales of rows whose codes were all requested before, in consecutive pieces; otherwise None."""
         pieces = self._scales.get(layer, [])
         bounds = [(first, last) for first, last, _ in pieces]
         if not pieces or bounds != [*pairwise([start, *(last for _, last in bounds)])] or bounds[-1][1] != stop:

@@ -1,1 +1,1 @@
-"""Files in object storage, by fsspec: their addresses, and the calls that read, write and delete them."""
+"""Reads, writes and deletes files in object storage through fsspec, and checks the addresses of such files."""

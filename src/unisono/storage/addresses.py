@@ -1,7 +1,8 @@
 """Addresses of folders in object storage, such as `s3://bucket/run`.
 
-An address appears in messages, in run.json and in the banner, so it must not contain credentials. unisono reads these
-only where the storage's own tools read them: environment variables, and files such as ~/.aws/credentials.
+An address appears in messages, in run.json and in the banner, so it must not contain credentials. unisono reads
+credentials only from where the storage's own tools read them: environment variables, and files such as
+~/.aws/credentials.
 """
 
 from __future__ import annotations
@@ -13,25 +14,25 @@ from urllib.parse import urlsplit, urlunsplit
 from unisono.errors import ConfigError
 
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
-"""Schemes of object storage -> the package with which fsspec opens them; modules have the same names."""
+"""Maps schemes of object storage to the package that fsspec needs; each package contains a module of the same name."""
 
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _PLAIN = re.compile(r"[^\x00-\x20\x7f\\*?\[\]{}#%]+")
-_LONGEST = 500  # S3 limits a key to 1024 bytes, and unisono appends names of files
+_LONGEST = 500  # S3 limits a key to 1024 bytes, and unisono appends file names to the address
 
 
 def is_address(path: str | None) -> bool:
-    """Whether a path is an address, with a scheme, instead of a path of a file system."""
+    """Returns whether a path is an address with a scheme, not a path in the local file system."""
     return path is not None and _SCHEME.match(path) is not None
 
 
 def is_remote(url: str) -> bool:
-    """Whether fsspec opens this path."""
+    """Returns whether fsspec opens this path."""
     return "://" in url and not url.startswith("file://")
 
 
 def shown(url: str) -> str:
-    """A URL without user name, password and query, which may contain secrets; a path as it is."""
+    """Removes user name, password and query from a URL, which may contain secrets; returns a path unchanged."""
     if not is_remote(url):
         return url
     try:
@@ -42,9 +43,9 @@ def shown(url: str) -> str:
 
 
 def check_address(setting: str, address: str) -> str:
-    """Returns the address of a folder in its normal form; raises ConfigError if it cannot be one.
+    """Returns the address of a folder in normalised form; raises ConfigError if it is invalid.
 
-    `setting` is the name of the setting with the address. The message never contains what may be a secret.
+    `setting` is the name of the setting that contains the address. The error message never contains possible secrets.
     """
     scheme, _, rest = address.partition("://")
     scheme = scheme.lower()

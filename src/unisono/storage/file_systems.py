@@ -11,7 +11,7 @@ _OTHER_PACKAGES = {"hf": "huggingface_hub"}
 
 
 def file_system(url: str, **options: Any) -> Any:
-    """The fsspec file system of a URL, with a connection of its own, because connections do not survive a fork."""
+    """Opens the fsspec file system of a URL, with its own connection, because connections do not survive a fork."""
     protocol = url.partition("://")[0]
     try:
         import fsspec

@@ -1,7 +1,7 @@
 """A folder in object storage. Objects appear complete or not at all, and cannot be renamed.
 
-Every file system of fsspec raises its own exceptions, so all of them become a `StorageError` with a reason of one line,
-which contains no credentials. A call that fails because the network or the server fails may be repeated.
+Each fsspec file system raises its own exceptions, so the store converts them to a `StorageError` with a one-line reason
+that contains no credentials. If a call fails because of the network or the server, it can be repeated.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from unisono.storage.file_systems import file_system
 
 T = TypeVar("T")
 
-_CONNECT_S, _READ_S = 10, 60  # seconds without an answer after which a request fails
-_PAUSES_S = (0.5, 1.0, 2.0, 4.0)  # between the attempts of `patiently`
+_CONNECT_S, _READ_S = 10, 60  # a request fails after this many seconds without an answer
+_PAUSES_S = (0.5, 1.0, 2.0, 4.0)  # pauses between the attempts of `patiently`
 _SECRET_VARIABLES = re.compile(r"KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL", re.IGNORECASE)
 _SHORTEST_SECRET = 6
 _REASONS = {
@@ -35,7 +35,7 @@ _REASONS = {
 
 
 class StorageError(UserError):
-    """A call to object storage failed; the message names the address and the reason."""
+    """Raised if a call to object storage fails; the message names the address and the reason."""
 
     def __init__(self, address: str, error: BaseException) -> None:
         super().__init__(f"{address}: {reason_of(error)}")
@@ -47,7 +47,7 @@ class StorageError(UserError):
 
 
 class Store:
-    """The files below an address, by their names relative to it, such as `checkpoints/best.json`."""
+    """The files below an address, identified by relative names such as `checkpoints/best.json`."""
 
     def __init__(self, address: str) -> None:
         """`address` is the result of `check_address`."""
@@ -56,13 +56,13 @@ class Store:
         self._system: Any = None
 
     def files(self, folder: str = "") -> dict[str, int]:
-        """The size of every file in a folder and its subfolders, by name; empty if there is none."""
+        """Returns the size of every file in a folder and its subfolders, by name; empty if there are no files."""
         entries = self._call(folder, lambda system: system.find(self._path(folder), withdirs=False, detail=True))
         prefix = f"{self._root}/"
         return {path.removeprefix(prefix): int(entry["size"]) for path, entry in entries.items()}
 
     def read(self, name: str) -> bytes | None:
-        """The content of a small file; None if it does not exist."""
+        """Returns the content of a small file; None if it does not exist."""
         try:
             return bytes(self._call(name, lambda system: system.cat_file(self._path(name))))
         except StorageError as error:
@@ -79,7 +79,7 @@ class Store:
         self._call(name, lambda system: system.put_file(str(source), self._path(name)))
 
     def download(self, name: str, target: Path) -> None:
-        """Copies a file of the store to a local path, which it overwrites."""
+        """Copies a file of the store to a local path, overwriting an existing file."""
         self._call(name, lambda system: system.get_file(self._path(name), str(target)))
 
     def delete(self, names: Collection[str]) -> None:
@@ -103,7 +103,7 @@ class Store:
 
 
 def patiently(call: Callable[[], T]) -> T:
-    """Repeats a call that raises a StorageError which may pass, for some seconds."""
+    """Makes a call, and repeats it for some seconds while it raises a StorageError that may be temporary."""
     for pause in _PAUSES_S:
         try:
             return call()
@@ -115,7 +115,7 @@ def patiently(call: Callable[[], T]) -> T:
 
 
 def reason_of(error: BaseException) -> str:
-    """Why a call to object storage failed, in one line without secrets."""
+    """Describes in one line without secrets why a call to object storage failed."""
     name = type(error).__name__
     if name in _REASONS:
         return _REASONS[name]

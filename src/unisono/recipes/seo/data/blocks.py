@@ -113,7 +113,7 @@ def _write_tokens(new: BinaryIO, folder: Path, num_blocks: int, num_tokens: int)
 
 
 def _unpacked(path: Path) -> tuple[NDArray[np.int32], int, NDArray[np.int32]]:
-    """Lengths, number of truncated texts and tokens of a block."""
+    """Reads a block; returns the length of each text, the number of truncated texts, and all tokens."""
     try:
         block = np.load(path, mmap_mode="r", allow_pickle=False)
         num_texts, num_cut = (int(number) for number in block[:2])

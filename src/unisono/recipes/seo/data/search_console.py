@@ -1,8 +1,8 @@
 """Reads Google Search Console's exports: which queries showed which pages, how often, and at which position.
 
 The export of the website has one sheet of queries and one of pages, as CSV files in a ZIP archive, but not which query
-showed which page, unless it was filtered by one page. Exports of the API (Looker Studio, BigQuery, add-ons of
-spreadsheets) have both in one table. Numbers are written as in the user's language: 12.5%, 12,5 %, 1.234, 1 234.
+showed which page, unless it was filtered by one page. Exports of the API (Looker Studio, BigQuery, spreadsheet add-ons)
+have both in one table. Numbers are formatted as in the user's language: 12.5%, 12,5 %, 1.234, 1 234.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from unisono.recipes.seo.data.lines import lines_of, plain_suffix
 
 
 def _names(text: str) -> list[str]:
-    """Names of a column in several languages, in lower case."""
+    """Returns a column's names in several languages, in lower case."""
     return [" ".join(name.split()) for name in text.split("|")]
 
 
@@ -66,7 +66,7 @@ _DELIMITERS = ",;\t"
 
 @dataclass(frozen=True)
 class Shown:
-    """How often a page, or any page, was shown for a query, or for any query."""
+    """How often a page was shown for a query; without a page or a query, the total over all of them."""
 
     query: str | None
     page: str | None
@@ -80,20 +80,20 @@ class SearchConsole:
     """The rows of an export."""
 
     pairs: list[Shown] = field(default_factory=list)
-    """Rows of a query and a page."""
+    """Rows that name both a query and a page."""
     queries: list[Shown] = field(default_factory=list)
     pages: list[Shown] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
 
     def rows_by_query(self) -> dict[str, list[Shown]]:
-        """The rows of each query that name a page."""
+        """Returns the rows of each query that also name a page."""
         rows: dict[str, list[Shown]] = {}
         for row in self.pairs:
             rows.setdefault(row.query or "", []).append(row)
         return rows
 
     def top_queries(self, most: int) -> list[str]:
-        """The queries with most impressions."""
+        """Returns the `most` queries with the most impressions."""
         totals = Counter[str]()
         for row in self.queries or self.pairs:
             if row.query:
@@ -204,7 +204,7 @@ def _columns(header: list[str]) -> tuple[int | None, int | None, int, int, int] 
 
 
 def _page_filter(header: list[str], rows: list[list[str]]) -> str | None:
-    """The page by which the export was filtered, from the sheet of filters."""
+    """Returns the page that the export was filtered by, according to its sheet of filters; None if there is none."""
     if len(header) != 2:
         return None
     urls = [match[1] for row in rows if len(row) == 2 and (match := _FILTER.fullmatch(row[1].strip()))]
@@ -212,7 +212,7 @@ def _page_filter(header: list[str], rows: list[list[str]]) -> str | None:
 
 
 def number_in(text: str, *, is_count: bool = False) -> float:
-    """A number as Google writes it in any language; `is_count`: 1.234 and 1,234 are over a thousand."""
+    """Parses a number as Google formats it in any language; with `is_count`, 1.234 and 1,234 both mean 1234."""
     plain = text.strip().removesuffix("%").strip()
     if is_count and _THOUSANDS.fullmatch(plain):
         return float(re.sub(r"\D", "", plain))

@@ -234,12 +234,12 @@ class Collate:
 
 
 def classification_loss(output: Any, target: Tensor) -> Loss:
-    """Cross entropy, summed over the texts."""
+    """Returns the cross entropy, summed over the texts."""
     correct = (output.logits.detach().argmax(1) == target).sum()
     return Loss(functional.cross_entropy(output.logits, target, reduction="sum"), len(target), {"accuracy": correct})
 
 
 def regression_loss(output: Any, target: Tensor) -> Loss:
-    """Squared error of the standardised numbers, summed over the texts."""
+    """Returns the squared error of the standardised numbers, summed over the texts."""
     values = output.logits[:, 0].to(torch.promote_types(output.logits.dtype, torch.float32))  # squares overflow 16 bit
     return Loss((values - target.to(values.dtype)).square().sum(), len(target))

@@ -72,7 +72,7 @@ def improve(
 
 
 def proposals(text: str, keywords: Sequence[str]) -> Iterator[Change]:
-    """Independent changes to this text: drop repeated sentences, move the answer to the front, split long sentences."""
+    """Yields independent changes: drop repeated sentences, move the answer to the front, split long sentences."""
     lines = _Lines.of(text)
     for change in chain(_without_repetition(lines), _answer_first(lines, keywords), _split(lines)):
         if change.text != text and adds_nothing(text, change.text):

@@ -1,4 +1,4 @@
-"""Parts of URLs that somebody else has written: where Python's functions raise ValueError, these return a value."""
+"""Parses untrusted URLs: for an invalid URL, these functions return a value where Python's raise ValueError."""
 
 from __future__ import annotations
 

@@ -51,10 +51,10 @@ class Model:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Requests that the pages are compared with each other."""
+    """Options for comparing the pages of a site with each other."""
 
     encoder: Encoder | None = None
-    """None: by BM25 only."""
+    """Encoder that compares the pages; None: compare them by BM25 only."""
     old: Site | None = None
     """An earlier version of the site, whose pages are mapped to the new ones."""
     export: SearchConsole | None = None
@@ -207,7 +207,7 @@ class _Analysis:
         return findings
 
     def _add_clicks(self, export: SearchConsole, facts: SiteFacts) -> dict[str, dict[int, Seen]]:
-        """Adds clicks and positions to pages and to the answers of queries; returns them for each query's pages."""
+        """Adds clicks and positions to pages and to the answers of queries; returns them by query and page."""
         from unisono.recipes.seo.site.semantic.clicks import decay_of, seen_pages, total_of, weak_labels
 
         findings = self._findings
@@ -250,7 +250,7 @@ class _Analysis:
 
 
 def _contents_of(site: Site) -> tuple[list[str], Contents]:
-    """Names and contents of the pages of a site; pages that cannot be read are skipped."""
+    """Returns the names and contents of a site's pages; skips pages that cannot be read."""
     names, contents = list[str](), Contents()
     for name, source in site.pages:
         try:
@@ -265,7 +265,7 @@ def _contents_of(site: Site) -> tuple[list[str], Contents]:
 
 
 def text_for_models(page: Page) -> str:
-    """The part of a page that a model reads: its title, then its text."""
+    """Returns the text that a model reads: the page's title, then its text."""
     return f"{page.title or ''}\n\n{page.text}".strip()
 
 
@@ -289,11 +289,11 @@ class _Best:
             self._numbers[side][rows] = np.take_along_axis(numbers, order, axis=1)
 
     def pages_of(self, query: int) -> list[tuple[int, float]]:
-        """Pages and scores, best first."""
+        """Returns the best pages of a query with their scores, best first."""
         return self._of(0, query)
 
     def queries_of(self, page: int) -> list[tuple[int, float]]:
-        """Queries and scores, best first."""
+        """Returns the best queries of a page with their scores, best first."""
         return self._of(1, page)
 
     def _of(self, side: int, row: int) -> list[tuple[int, float]]:

@@ -21,13 +21,13 @@ class Changes:
     """Name of the earlier report."""
     new: list[Finding] = field(default_factory=list)
     fixed: list[Finding] = field(default_factory=list)
-    """Findings of the earlier report whose page was read again without them."""
+    """Findings of the earlier report that are gone from their page, which was read again."""
     gone: list[Finding] = field(default_factory=list)
     """Findings of the earlier report whose page was not read this time."""
     num_remaining: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """The entry in report.json."""
+        """Returns the entry in report.json."""
         lists = {"new": self.new, "fixed": self.fixed, "not_read_again": self.gone}
         named = {name: [finding.to_json() for finding in findings] for name, findings in lists.items()}
         return {"since": self.since, "remaining": self.num_remaining, **named}
@@ -35,12 +35,12 @@ class Changes:
 
 @dataclass
 class Earlier:
-    """What an earlier report said."""
+    """The findings and pages of an earlier report."""
 
     name: str
     findings: list[Finding]
     pages: set[str]
-    """Names of the pages that it read."""
+    """Names of the pages that were read for it."""
 
 
 def read_earlier(path: Path) -> Earlier:

@@ -1,4 +1,4 @@
-"""Finds pages of a site with the same title, description or text, or nearly the same text.
+"""Finds pages of a site with the same title or description, or with the same or nearly the same text.
 
 About three kilobytes per page stay in memory. Near duplicates are found by MinHash and locality-sensitive hashing
 (datasketch): the estimated share of common five-word shingles is accurate to about 0.02.
@@ -30,7 +30,7 @@ _BANDS, _ROWS = (
 
 
 class Duplicates:
-    """Collects pages and groups pages that repeat each other. Pages are numbered from 0 in the order of `add`."""
+    """Collects pages and groups duplicates. Pages are numbered from 0 in the order of the calls of `add`."""
 
     def __init__(self) -> None:
         self._titles: dict[bytes, list[int]] = defaultdict(list)
@@ -66,7 +66,7 @@ class Duplicates:
         return self._without_declared(self._texts.values())
 
     def near_duplicates(self) -> list[tuple[list[int], float]]:
-        """Groups of pages with nearly the same text, and the smallest fraction of shingles in common with the first."""
+        """Returns groups of nearly the same text, with the least fraction of shingles in common with the first page."""
         from datasketch import MinHashLSH
 
         groups: dict[int, list[int]] = {}  # groups, by their first page
@@ -90,7 +90,7 @@ class Duplicates:
         return (np.stack(values) == minhash.hashvalues).mean(axis=1) if values else np.empty(0)
 
     def _without_declared(self, groups: Iterable[list[int]]) -> list[list[int]]:
-        """Groups of at least two pages, of which those with the same canonical URL count as one."""
+        """Returns groups of at least two pages; pages with the same canonical URL count as one page."""
         undeclared = []
         for group in groups:
             first_of = {self._canonical[number] or number: number for number in reversed(group)}

@@ -22,11 +22,11 @@ from urllib.parse import quote, urlsplit, urlunsplit
 from unisono import __version__
 
 AGENT = "unisono"
-"""Name by which unisono announces itself, and whose rules in robots.txt a crawl obeys."""
+"""User agent of unisono's requests. A crawl obeys the rules for this name in robots.txt."""
 
 
 class Unreadable(Exception):
-    """A page cannot be read; the message gives the reason."""
+    """Raised if a page cannot be read; the message gives the reason."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Fetcher:
         self._plain_opener.add_handler(_Web(guard))
 
     def get(self, url: str) -> bytes | str:
-        """The content of a URL; as text if the server declares the encoding."""
+        """Fetches the content of a URL; returns text if the server declares the encoding, otherwise bytes."""
         until = time.monotonic() + self.seconds
         try:
             with self._opener.open(_request(url), timeout=min(10.0, self.seconds)) as answer:
@@ -80,9 +80,9 @@ class Fetcher:
         return content
 
     def answer(self, url: str, wanted: Collection[str] = ()) -> Answer:
-        """The answer for a URL, whatever its status is; redirects are not followed.
+        """Returns the server's answer for a URL, whatever its status; does not follow redirects.
 
-        The content is read only if the status is 200 and the content type is wanted; no types mean all.
+        The content is read only if the status is 200 and `wanted` is empty or contains the content type.
         """
         until = time.monotonic() + self.seconds
         try:
@@ -133,7 +133,7 @@ def has_credentials(url: str) -> bool:
 
 
 def _clean(url: str) -> str:
-    """The URL with all special characters quoted; Unreadable if it is not a web address."""
+    """Returns the URL with special characters quoted; raises Unreadable if it is not a web address."""
     parts = urlsplit(url.strip())
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise Unreadable("not an http(s) URL")
@@ -147,7 +147,7 @@ def _clean(url: str) -> str:
 
 
 def _decoded(content: bytes, charset: str | None) -> bytes | str:
-    """Decodes as the server declares, unless the content begins with a byte order mark."""
+    """Decodes the content with the declared encoding, unless it begins with a byte order mark."""
     if charset is None or content.startswith((codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return content
     try:

@@ -1,4 +1,4 @@
-"""A finding: one problem on one page, with its evidence and what to do."""
+"""A finding: one problem on one page, with evidence and advice."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Finding:
     evidence: str
     fix: str
     subject: str = ""
-    """What on the page the finding is about, such as the URL of a link. Identifies the finding in a later report."""
+    """The part of the page that the finding is about, such as a link's URL. Identifies the finding in later reports."""
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """Identifies the finding in reports of different days, whose evidence may differ."""
+        """Identifies the finding in reports of different days, even if its evidence changes."""
         return self.kind, self.page, self.subject
 
     def to_json(self) -> dict[str, str]:
@@ -51,5 +51,5 @@ def of_check(page: str, check: Check) -> Finding:
 
 
 def worst_first(findings: Iterable[Finding]) -> list[Finding]:
-    """Findings by severity, kind and page."""
+    """Sorts findings by severity, then kind, then page."""
     return sorted(findings, key=lambda each: (SEVERITIES.index(each.severity), each.kind, each.page, each.subject))

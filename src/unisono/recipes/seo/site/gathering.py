@@ -21,7 +21,7 @@ _SITEMAPS = ("sitemap.xml", "sitemap_index.xml", "sitemap.xml.gz")
 
 
 class Gathering:
-    """Collects the facts of one page after the other, and of the site at the end."""
+    """Collects facts page by page, and then the facts of the whole site."""
 
     def __init__(self, site: Site, base: str | None = None) -> None:
         """`base` is the URL at which a local folder is served."""
@@ -40,7 +40,7 @@ class Gathering:
         return page
 
     def last_link_texts(self) -> list[str]:
-        """The texts of the links of the page that was added last."""
+        """Returns the link texts of the page that was added last."""
         return [link.text for link in self._pages[-1].links]
 
     def add_unreadable(self, name: str, source: Path | str) -> None:
@@ -48,7 +48,7 @@ class Gathering:
         self._pages.append(PageFacts(name, self._url_of(name, source), is_page=False))
 
     def finish(self) -> SiteFacts:
-        """The facts of the whole site."""
+        """Returns the facts of the whole site."""
         if self._site.crawl is not None:
             return self._crawled()
         return self._local() if self._site.root is not None else self._fetched()
@@ -105,7 +105,7 @@ class Gathering:
             base = base_of([(page.name, page.canonicals) for page in self._pages], entries)
         text = folder.text("_redirects")
         redirects = parse_redirects(text, base) if text is not None else RedirectRules()
-        for page in self._pages:  # URLs that were resolved before the base was known
+        for page in self._pages:  # update URLs that were resolved before the base was known
             if page.url.startswith(NO_HOST):
                 page.url = base + page.url.removeprefix(NO_HOST)
         return SiteFacts(
@@ -124,7 +124,7 @@ class Gathering:
         return None if text is None else parse_robots(text)
 
     def _sitemaps(self, folder: _Folder, robots: RobotsTxt | None) -> Sitemaps:
-        """The sitemaps that robots.txt names, or those with the usual names; URLs are looked up by their path."""
+        """Reads the sitemaps that robots.txt names, or those with the usual names; looks up URLs by their path."""
         named = [path_of(url).lstrip("/") for _, url in robots.sitemaps] if robots else []
         folder_path = urlsplit(self._base).path.strip("/")
         named = [name.removeprefix(f"{folder_path}/") if folder_path else name for name in named]
@@ -137,7 +137,7 @@ class Gathering:
 
 
 class _Folder:
-    """Files in the folder of a local site, and never outside."""
+    """Reads files of a local site, and never files outside its folder."""
 
     def __init__(self, site: Site) -> None:
         assert site.root is not None

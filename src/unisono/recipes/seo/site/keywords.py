@@ -83,14 +83,14 @@ class KeywordPages:
                 self._best[keyword] = _Match(score, number, page.name, keyword_check(page, keyword))
 
     def checks(self) -> Iterator[tuple[int, Check]]:
-        """Yields page numbers, each with the check of a keyword on that page."""
+        """Yields the result of each keyword check with the number of its page."""
         yield from self._assigned
         for match in self._best.values():
             if match.score or self._num_pages == 1:
                 yield match.number, match.check
 
     def remarks(self) -> Iterator[str]:
-        """Remarks that say on which page each keyword was checked."""
+        """Yields a remark for each keyword that says on which page it was checked."""
         if self._num_pages > 1:
             for keyword, match in self._best.items():
                 if match.score:
@@ -102,7 +102,7 @@ class KeywordPages:
 
 
 def _scorer(page: Page) -> Callable[[str], float]:
-    """A function that scores how well a page matches a keyword, by where and how often its words occur."""
+    """Returns a function that scores how well a keyword matches a page, by where and how often its words occur."""
     h1 = " ".join(text for level, text in page.headings if level == 1)
     weighted = [
         (weight, set(words_of(text or "")))

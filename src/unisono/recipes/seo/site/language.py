@@ -1,10 +1,10 @@
-"""Detects whether a text is in English, by its letters and common words; in case of doubt it counts as English."""
+"""Detects whether a text is in English, by its letters and common words. A doubtful text counts as English."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-# Excludes words that other languages also have: a, in, of, is, was, on, so, an, me, no, he.
+# Words that also exist in other languages are left out: a, in, of, is, was, on, so, an, me, no, he.
 _ENGLISH_WORDS = """
     the and to that it for with you this are be from have not by they your but what which when will can their if
     there how has been its our who would about more other than these those into only any does because while each
@@ -27,7 +27,7 @@ _FOREIGN_LETTERS = 0.02  # fraction of non-ASCII letters
 
 
 def is_english(text: str, words: Sequence[str]) -> bool:
-    """Whether a text is in English; `words` are its words in lower case."""
+    """Returns whether a text is in English; `words` are its words in lower case."""
     if sum(word in _ENGLISH for word in words) >= _ENOUGH * len(words):
         return True
     letters = [sign for sign in text.lower() if sign.isalpha()]

@@ -38,7 +38,7 @@ Exists = Callable[[str], bool | None]
 
 
 def check_page(page: Page, keywords: Sequence[str] = (), exists: Exists | None = None) -> list[Check]:
-    """The checks of one page, always in the same order."""
+    """Returns the results of all checks of a page, always in the same order."""
     return [
         _check("HTML", _listed(page.problems), "valid", "Correct the HTML; otherwise search engines have to guess."),
         _length("title", page.title, MAX_TITLE),
@@ -133,7 +133,7 @@ def _canonical(page: Page) -> Check:
 
 
 def keyword_check(page: Page, keyword: str) -> Check:
-    """Where the words of a keyword occur on a page."""
+    """Checks where the words of a keyword occur on a page."""
     places = {
         "title": page.title or "",
         "description": page.description or "",

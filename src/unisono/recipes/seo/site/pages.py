@@ -47,9 +47,9 @@ class Site:
     remarks: list[str] = field(default_factory=list)
     """Messages for the user."""
     crawl: Crawl | None = None
-    """The crawl that found the pages."""
+    """The crawl that found the pages; None without a crawl."""
     is_folder: bool = False
-    """Whether the pages are all pages of a folder."""
+    """Whether the site is a whole folder."""
     is_cut: bool = False
     """Whether pages were skipped because of a limit."""
 
@@ -73,7 +73,7 @@ class Site:
         return content
 
     def exists_from(self, source: Path | str) -> Exists | None:
-        """A function that checks whether the target of a page's link exists; None for fetched pages."""
+        """Returns a function that tells whether the target of a page's link exists; None for fetched pages."""
         if self.root is None or isinstance(source, str):
             return None
         try:
@@ -84,7 +84,7 @@ class Site:
         return lambda link: self._target_exists(root, folder, link.strip())
 
     def has(self, path: str) -> bool | None:
-        """Whether a path, which begins with a slash, is in the folder of the site; None if there is no folder."""
+        """Returns whether the site's folder contains a path, which begins with a slash; None if there is no folder."""
         return None if self.root is None else self._target_exists(str(self.root), ".", path)
 
 
@@ -178,7 +178,7 @@ def _pages_of_url(url: str, fetcher: Fetcher) -> list[str]:
 
 
 def _target_exists(root: str, folder: str, link: str) -> bool | None:
-    """Whether the target of a link exists, for a page in this folder; None if the target is outside the site."""
+    """Returns whether the target of a link on a page in `folder` exists; None if the target is outside the site."""
     if link.startswith(("#", "?")):
         return None
     try:

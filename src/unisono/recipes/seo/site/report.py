@@ -118,11 +118,11 @@ class Findings:
     seen_queries: dict[str, Seen] = field(default_factory=dict)
     """How often Google showed the site for each query."""
     labels: list[Label] = field(default_factory=list)
-    """Pages that answer queries, as clicks suggest."""
+    """Pages that answer queries, judged by clicks."""
 
     def all_findings(self) -> list[Finding]:
-        """All findings: technical, by comparison of pages, and of the pages' failed checks; worst first."""
-        # The technical finding of a broken link names each link.
+        """Returns the findings of technical checks, page comparison and failed page checks, worst first."""
+        # Skip the page check of broken links: the technical checks report each broken link.
         checked = [
             of_check(page.name, check) for page in self.pages for check in page.failed if check.name != "broken links"
         ]
@@ -203,13 +203,13 @@ def write_report(folder: Path, findings: Findings) -> Path:
 
 
 def is_report(content: bytes | str) -> bool:
-    """Whether a page is a report of `unisono seo`, which may be in the folder of the site."""
+    """Returns whether a page is a report of `unisono seo`: the site's folder may contain one."""
     mark = generator(_KIND)
     return mark in content[:500] if isinstance(content, str) else mark.encode() in content[:500]
 
 
 def html(findings: Findings, folder: Path) -> str:
-    """The page, with links relative to its folder."""
+    """Returns the report's HTML page, with links relative to `folder`."""
     failed = _failed_checks(findings)
     ordered = _ordered(findings)
     scores = sorted(page.score for page in findings.pages if page.score is not None)
@@ -243,7 +243,7 @@ def html(findings: Findings, folder: Path) -> str:
 
 
 def _by_kind(findings: list[Finding]) -> list[tuple[Finding, list[Finding]]]:
-    """The first finding and all findings of each kind, worst first."""
+    """Groups findings by kind, worst first; returns the first finding and all findings of each kind."""
     kinds: dict[tuple[str, str], list[Finding]] = {}
     for finding in findings:
         kinds.setdefault((finding.severity, finding.kind), []).append(finding)
@@ -252,7 +252,7 @@ def _by_kind(findings: list[Finding]) -> list[tuple[Finding, list[Finding]]]:
 
 
 def _failed_checks(findings: Findings) -> list[tuple[str, int, str]]:
-    """Name, number of pages and most common advice of each failed check, sorted by number of pages."""
+    """Returns each failed check's name, number of pages and most common advice, sorted by number of pages."""
     advice: dict[str, Counter[str]] = {}
     for page in findings.pages:
         for name, text in {check.name: check.advice for check in page.failed}.items():
@@ -262,7 +262,7 @@ def _failed_checks(findings: Findings) -> list[tuple[str, int, str]]:
 
 
 def _ordered(findings: Findings) -> list[PageFindings]:
-    """Sorts pages by score, best first; without scores, unreadable pages and pages with most failed checks first."""
+    """Sorts pages by score, best first; without scores, unreadable pages first, then by number of failed checks."""
     if findings.scored_by:
         return sorted(findings.pages, key=lambda page: (page.score is None, -(page.score or 0.0), page.name))
     return sorted(findings.pages, key=lambda page: (-bool(page.unreadable), -len(page.failed), page.name))

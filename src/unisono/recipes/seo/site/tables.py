@@ -1,4 +1,4 @@
-"""Writes findings as CSV, which spreadsheets open."""
+"""Writes findings as CSV for spreadsheets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def findings_csv(findings: Iterable[Finding]) -> str:
 
 
 def csv_of(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A table as CSV; pages are not trusted, so no cell is a formula."""
+    """Returns a table as CSV. No cell is a formula, because the text of pages is not trusted."""
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(columns)

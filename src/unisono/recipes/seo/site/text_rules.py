@@ -21,7 +21,7 @@ FIRST_WORDS = 100
 MIN_READING_EASE = 50.0
 """Lowest Flesch reading ease that passes. 60 to 70 is plain English; below 50 is difficult."""
 MAX_SHARE = 0.05
-"""Largest fraction of the words of a text that a keyword may have before it counts as repetition."""
+"""Maximum fraction of a text's words that a keyword may make up; more counts as repetition."""
 
 _MIN_WORDS_TO_MEASURE = 30
 _NO_SPACES = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"  # Chinese and Japanese: every character is a word
@@ -62,32 +62,32 @@ def check_text(text: str, keywords: Sequence[str] = (), lang: str = "en") -> lis
 
 
 def words_of(text: str) -> list[str]:
-    """The words in lower case; hyphens separate words."""
+    """Returns the words of a text in lower case; hyphens separate words."""
     return _WORD.findall(text.casefold())
 
 
 def num_sentences(text: str) -> int:
-    """Number of sentences: they end with punctuation before a space, or with an empty line."""
+    """Counts sentences, which end with punctuation before a space, or with an empty line."""
     return sum(bool(_WORD.search(part)) for part in _SENTENCE_END.split(text)) or 1
 
 
 @lru_cache(maxsize=20_000)
 def num_syllables(word: str) -> int:
-    """Number of syllables of an English word, estimated from its spelling."""
+    """Estimates the number of syllables of an English word from its spelling."""
     letters = "".join(sign for sign in word.casefold() if "a" <= sign <= "z")
     number = len(_VOWELS.findall(letters)) + len(_TWO_VOWELS.findall(letters)) - bool(_SILENT.search(letters))
     return max(1, number)
 
 
 def reading_ease(text: str) -> float:
-    """Flesch reading ease of an English text: 100 very easy, 0 very difficult (Flesch 1948)."""
+    """Computes the Flesch reading ease of an English text: 100 very easy, 0 very difficult (Flesch 1948)."""
     words = [word for word in words_of(text) if any(sign.isalpha() for sign in word)] or ["a"]  # numbers do not count
     syllables = sum(num_syllables(word) for word in words)
     return 206.835 - 1.015 * len(words) / num_sentences(text) - 84.6 * syllables / len(words)
 
 
 def length_check(text: str) -> Check:
-    """Whether there is enough text."""
+    """Checks whether there is enough text."""
     number = len(words_of(text))
     advice = f"Write at least {MIN_WORDS} words about the topic, or merge the page with another."
     return Check(
@@ -96,7 +96,7 @@ def length_check(text: str) -> Check:
 
 
 def readability_check(text: str, lang: str | None) -> Check:
-    """Readability of an English text; not measured for other languages."""
+    """Checks the readability of an English text; does not apply to other languages."""
     if not lang or not re.match(r"en\b", lang, re.IGNORECASE):
         reason = f"the page is in {lang[:20]!r}" if lang else "the page does not declare its language"
         return Check("readability", None, f"not measured: Flesch's formula is for English, {reason}")
@@ -113,17 +113,17 @@ def readability_check(text: str, lang: str | None) -> Check:
 
 
 def contains(text: str, keyword: str) -> bool:
-    """Whether every word of the keyword is among the words of the text, without stemming."""
+    """Returns whether the text contains every word of the keyword, without stemming."""
     return set(words_of(keyword)) <= set(words_of(text))
 
 
 def first_words(text: str) -> str:
-    """The beginning of a text."""
+    """Returns the first FIRST_WORDS words of a text."""
     return " ".join(words_of(text[: FIRST_WORDS * 100])[:FIRST_WORDS])
 
 
 def frequency(keyword: str, text: str) -> tuple[int, float]:
-    """The number of times that a keyword occurs in a text as a phrase, and the fraction of the words that it takes."""
+    """Returns how often a keyword occurs in a text as a phrase, and what fraction of the text's words it makes up."""
     phrase, words = words_of(keyword), words_of(text)
     size = len(phrase)
     count = sum(words[at : at + size] == phrase for at in range(len(words) - size + 1)) if size else 0
@@ -136,7 +136,7 @@ def frequency_text(count: int, share: float) -> str:
 
 
 def is_stuffed(count: int, share: float) -> bool:
-    """Whether a keyword occurs so often that it reads as repetition."""
+    """Returns whether a keyword occurs so often that it reads as repetition."""
     return count >= 5 and share > MAX_SHARE
 
 

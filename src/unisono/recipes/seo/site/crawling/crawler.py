@@ -57,7 +57,7 @@ class Visit:
 
 @dataclass
 class Crawl:
-    """What a crawl found."""
+    """The result of a crawl."""
 
     start: str
     visits: dict[str, Visit] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class Crawl:
     """None if the site has no robots.txt."""
     sitemaps: Sitemaps = field(default_factory=Sitemaps)
     is_complete: bool = False
-    """Whether every URL that was found was visited."""
+    """Whether the crawl visited every URL that it found."""
     remarks: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -84,7 +84,7 @@ class Crawl:
         self._file.write(data)
 
     def content(self, url: str) -> bytes | str:
-        """A page that was stored."""
+        """Returns the content of a stored page."""
         if url not in self._places:
             visit = self.visits[url]
             raise Unreadable(visit.problem or f"the server answered {visit.status}")
@@ -94,7 +94,7 @@ class Crawl:
         return data.decode() if is_text else data
 
     def pages(self) -> list[str]:
-        """The URLs of pages, and of pages that could not be read, in the order of the crawl."""
+        """Returns the URLs of all pages in crawl order, including pages that could not be read."""
         return [url for url, visit in self.visits.items() if visit.is_page or visit.problem]
 
 
@@ -135,7 +135,7 @@ class _Crawler:
         return crawl
 
     def _read_robots(self) -> tuple[RobotsTxt | None, RobotsTxt]:
-        """Reads robots.txt and takes over its delay; ConfigError if it disallows the start."""
+        """Reads robots.txt and adopts its Crawl-delay; raises ConfigError if it disallows the start URL."""
         robots, rules = self._robots(origin_of(self._start))
         if not rules.allows(self._start, AGENT):
             cause = "cannot be read" if rules.disallows_all else f"disallows it for {AGENT}"
@@ -144,7 +144,7 @@ class _Crawler:
         return robots, rules
 
     def _enter(self) -> None:
-        """Follows http://example.com to https://example.com; any other redirect of the start to another host ends."""
+        """Follows a redirect from http://example.com to https://example.com; rejects redirects to other origins."""
         try:
             answer = self._request(self._start, _PAGES)
         except Unreadable as error:
@@ -160,7 +160,7 @@ class _Crawler:
         raise ConfigError(one_line(f"{self._start} redirects to {target[:200]}; pass that URL to crawl it"))
 
     def _robots(self, origin: str) -> tuple[RobotsTxt | None, RobotsTxt]:
-        """The site's robots.txt if it exists, and the rules that the crawl obeys."""
+        """Returns the site's robots.txt (None if it does not exist), and the rules that the crawl obeys."""
         url = f"{origin}/robots.txt"
         for _ in range(5):  # redirects that RFC 9309 lets crawlers follow
             try:

@@ -1,4 +1,4 @@
-"""The URLs that a crawl has still to visit, and those that it skips with the reason."""
+"""The URLs that a crawl still has to visit, and the reasons for the URLs that it skips."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from urllib.parse import urlsplit, urlunsplit
 
 _LONGEST_URL = 2_000
-_MOST_REPEATED = 3  # a path such as /a/b/a/b/a/b/a/b is usually an endless one
+_MOST_REPEATED = 3  # a path with more repetitions, such as /a/b/a/b/a/b/a/b, usually comes from endless links
 
 
 @dataclass
@@ -18,7 +18,7 @@ class Frontier:
     """Scheme, host and port, such as https://example.com:8443."""
     max_waiting: int = 50_000
     skipped: Counter[str] = field(default_factory=Counter)
-    """Number of URLs by reason."""
+    """Number of skipped URLs, by reason."""
 
     def __post_init__(self) -> None:
         self._waiting: deque[tuple[str, int]] = deque()
@@ -43,7 +43,7 @@ class Frontier:
             self._waiting.append((normal, depth))
 
     def next(self) -> tuple[str, int] | None:
-        """The next URL and its depth."""
+        """Removes and returns the next URL and its depth; None if no URL is left."""
         return self._waiting.popleft() if self._waiting else None
 
     def __len__(self) -> int:
@@ -51,7 +51,7 @@ class Frontier:
 
 
 def normalised(url: str) -> str | None:
-    """A URL without fragment and default port, with lower-case scheme and host; None if it is not http(s)."""
+    """Normalises a URL: no fragment, no default port, scheme and host in lower case; None if it is not http(s)."""
     try:
         parts = urlsplit(url.strip())
         port = parts.port

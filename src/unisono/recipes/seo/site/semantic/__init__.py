@@ -1,1 +1,1 @@
-"""Compares the pages of a site by meaning: duplicates, strays, rivals for a query, links, topics and moved pages."""
+"""Compares a site's pages by meaning: duplicates, off-topic pages, rivals for a query, links, topics, moved pages."""

@@ -1,9 +1,10 @@
-"""Clicks as weak labels: how well a page answers a query, corrected for the position at which it was shown.
+"""Derives weak labels from clicks: how well a page answers a query, corrected for the position at which it was shown.
 
 People see the first results and rarely the tenth, so few clicks at position 9 may show more interest than many at
-position 1. A position-based model separates both: the probability of a click is the probability that a result at this
-position is examined, times the page's attraction. Examination falls with a power of the position, which is fitted to
-the export itself; the attraction is clicks per examined impression, drawn to the export's mean where there are few.
+position 1. A position-based model separates position from interest: the probability of a click is the probability that
+a user examines a result at this position, times the page's attraction. The probability of examination is a power of
+the position, whose exponent is fitted to the export. The attraction is the number of clicks per examined impression;
+for pages with few examined impressions, it is shrunk towards the mean of the export.
 """
 
 from __future__ import annotations
@@ -20,28 +21,28 @@ from unisono.recipes.seo.site.semantic.rivals import Seen
 from unisono.recipes.seo.site.technical.site_facts import SiteFacts
 
 _USUAL_DECAY, _LEAST_DECAY, _MOST_DECAY = 1.0, 0.3, 2.0
-_MIN_ROWS = 20  # for fitting the decay
-_PRIOR = 10.0  # examined impressions
+_MIN_ROWS = 20  # number of rows needed to fit the decay
+_PRIOR = 10.0  # weight of the export's mean attraction, in examined impressions
 _MIN_IMPRESSIONS, _MIN_WEIGHT = 10.0, 0.05
 
 
 @dataclass(frozen=True)
 class Label:
-    """A page that answers a query, as clicks suggest."""
+    """A page that answers a query, judged by clicks."""
 
     query: str
     page: int
     weight: float
-    """From 0 to 1: the attraction relative to that of the query's best pages, times the certainty."""
+    """From 0 to 1: the page's attraction, as a fraction of the best page's for the query, times the certainty."""
     seen: Seen
 
 
 def decay_of(rows: Sequence[Shown]) -> float:
-    """The exponent with which the click rate falls with the position, fitted to rows with clicks."""
+    """Returns the exponent d of the click rate, which is proportional to position ** -d, fitted to the rows."""
     usable = [row for row in rows if row.clicks > 0 and row.impressions >= _MIN_IMPRESSIONS and row.position >= 1]
     if len(usable) < _MIN_ROWS:
         return _USUAL_DECAY
-    # Rows without clicks are missing from the logarithms, so positions are binned first.
+    # Bin positions first: a single row without clicks has no logarithm, and leaving it out would bias the fit.
     bins: defaultdict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for row in rows:
         if row.impressions > 0 and row.position >= 1:
@@ -64,7 +65,7 @@ def decay_of(rows: Sequence[Shown]) -> float:
 
 
 def weak_labels(seen: Mapping[str, Mapping[int, Seen]], decay: float) -> list[Label]:
-    """Labels of the pairs that were shown often enough, by query and then best first."""
+    """Returns labels for the pages that were shown often enough, grouped by query, best first."""
 
     def examined(each: Seen) -> float:
         return each.impressions / float(max(1.0, each.position) ** decay)
@@ -90,7 +91,7 @@ def weak_labels(seen: Mapping[str, Mapping[int, Seen]], decay: float) -> list[La
 
 
 def seen_pages(export: SearchConsole, facts: SiteFacts) -> tuple[dict[str, dict[int, Seen]], dict[int, Seen], int]:
-    """Clicks of each query's pages, of each page, and the number of the export's pages that the site does not have."""
+    """Returns clicks by query and page, clicks by page, and the number of the export's pages that the site lacks."""
     by_query: defaultdict[str, dict[int, list[Shown]]] = defaultdict(dict)
     by_page: defaultdict[int, list[Shown]] = defaultdict(list)
     missing = set[str]()
@@ -113,7 +114,7 @@ def seen_pages(export: SearchConsole, facts: SiteFacts) -> tuple[dict[str, dict[
 
 
 def total_of(rows: Iterable[Shown]) -> Seen:
-    """The sum of rows; the position is the mean over impressions."""
+    """Adds up rows; the position of the sum is the mean over impressions."""
     each = list(rows)
     shown = sum(row.impressions for row in each)
     position = sum(row.position * row.impressions for row in each) / shown if shown else 0.0

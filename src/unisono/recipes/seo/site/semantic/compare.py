@@ -1,4 +1,4 @@
-"""Compares all pages of a site with each other, by an encoder or, without one, by BM25."""
+"""Compares all pages of a site with each other, by an encoder or, if there is none, by BM25."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def compare_pages(
     old: tuple[Sequence[str], Contents] | None = None,
     seen: Mapping[str, Mapping[int, Seen]] | None = None,
 ) -> Meaning:
-    """Compares the pages of a site. `old` are names and contents of an earlier version's pages; `seen` are clicks."""
+    """Compares the pages of a site. `old`: names and contents of an earlier version's pages; `seen`: clicks."""
     pages = contents.finish()
     names = [page.name for page in facts.pages]
     meaning = Meaning("BM25" if encoder is None else encoder.name, names)
@@ -82,13 +82,13 @@ def compare_pages(
 
 
 def _beside(found: Sequence[_Found], words: Vectors, pairs: Sequence[tuple[int, int]]) -> list[tuple[_Found, float]]:
-    """Adds BM25 cosines of the pages."""
+    """Pairs each finding with the BM25 cosine of its two pages."""
     cosines = words.pairs([one for one, _ in pairs], [other for _, other in pairs])
     return list(zip(found, cosines.tolist(), strict=True))
 
 
 def _linked(facts: SiteFacts) -> dict[int, set[int]]:
-    """The pages to which each page links."""
+    """Returns the pages that each page links to."""
     linked: dict[int, set[int]] = {}
     for number, page in enumerate(facts.pages):
         targets = {facts.resolve(link.target).page for link in page.links if not link.nofollow}
@@ -97,7 +97,7 @@ def _linked(facts: SiteFacts) -> dict[int, set[int]]:
 
 
 def _kept(duplicates: Sequence[Duplicate], linked: Mapping[int, set[int]], names: Sequence[str]) -> dict[int, int]:
-    """For each duplicate, the page to keep: that with most links to it, then the shortest name."""
+    """Maps each duplicate to the page to keep, which has the most incoming links or, if equal, the shortest name."""
     counts = np.bincount([target for targets in linked.values() for target in targets], minlength=len(names))
 
     def worth(page: int) -> tuple[int, int, str]:
@@ -130,7 +130,7 @@ def _bm25_ranks(queries: Sequence[str], pages: Sequence[Content]) -> dict[str, d
 def _unreachable(
     facts: SiteFacts, linked: Mapping[int, set[int]], among: Sequence[int], texts: Vectors, words: Vectors
 ) -> list[Unreachable]:
-    """Pages to which no links lead from the start page, or no links at all if there is no start page."""
+    """Returns the pages that links from the start page do not reach. Without a start page: pages without any link."""
     if not facts.is_complete:
         return []
     if facts.start is None:

@@ -1,8 +1,8 @@
-"""The main text of each page: its sentences without those that a template repeats on many pages.
+"""Extracts the main text of each page: its sentences, except those that a template repeats on many pages.
 
-A template may contain a slot ("order the {product} until Friday"), so its sentences differ from page to page. Runs of
-three words outside of the slot are still the same, so a sentence counts as a template's if at least half of its words
-are in runs that many pages contain.
+A template may contain a slot ("order the {product} until Friday"), so its sentences differ from page to page. Outside
+the slot, runs of three words are the same on all pages. A sentence therefore counts as part of a template if at least
+half of its words are in runs that many pages contain.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 _RUN = 3  # words
 _SHARE, _MIN_PAGES = 0.15, 4
-"""A run of words belongs to a template if this fraction of the pages contains it, and at least so many."""
-_COVERED = 0.5  # a sentence with this fraction of its words in such runs is a template's
-_MAX_CHARACTERS = 60_000  # of a page's text
-_MAX_WORDS = 220  # of the text that is embedded: what small encoders are trained to read
+"""A run of words belongs to a template if it occurs in at least this fraction and at least this number of pages."""
+_COVERED = 0.5  # a sentence belongs to a template if this fraction of its words is in such runs
+_MAX_CHARACTERS = 60_000  # maximum number of characters of a page that are compared
+_MAX_WORDS = 220  # maximum number of words to embed: small encoders are trained on texts of about this length
 _END = re.compile(r"(?<=[.!?…])[\"'”’)\]]*\s+|(?<=[。！？])|\n+")
 _BAR = re.compile(r"\s+[|–—·»]\s+|\s+-\s+|\s*:\s+")
 _PRIMES = np.array([1_000_003, 19_349_663, 83_492_791, 2_654_435_761], np.uint64)
@@ -34,7 +34,7 @@ _PRIMES = np.array([1_000_003, 19_349_663, 83_492_791, 2_654_435_761], np.uint64
 
 @dataclass
 class Content:
-    """What is compared of a page."""
+    """The parts of a page that are compared."""
 
     title: str
     """The title without the site's name."""
@@ -42,7 +42,7 @@ class Content:
     sentences: list[str] = field(default_factory=list)
     """The sentences of the main text."""
     num_dropped: int = 0
-    """Number of sentences that a template repeats."""
+    """Number of sentences that were dropped because a template repeats them."""
 
     @property
     def text(self) -> str:
@@ -64,7 +64,7 @@ class Contents:
         self._sentences: list[list[str]] = []
 
     def add(self, page: Page, link_texts: Iterable[str] = ()) -> None:
-        """Adds the next page. Sentences that are only the text of a link are ignored, as in menus and lists."""
+        """Adds the next page; ignores sentences that consist only of a link's text, as in menus and lists."""
         links = {_fold(text) for text in link_texts}
         self._titles.append(page.title or "")
         self._headlines.append(next((text for level, text in page.headings if level == 1), ""))
@@ -72,7 +72,7 @@ class Contents:
         self._sentences.append([part for part in parts if part and _fold(part) not in links])
 
     def finish(self) -> list[Content]:
-        """The content of each page, without the sentences of templates."""
+        """Returns the content of each page without template sentences."""
         keep = _own_sentences(self._sentences)
         names = _site_names(self._titles)
         contents = []
@@ -91,7 +91,7 @@ def without_names(title: str, names: Sequence[str]) -> str:
 
 
 def _site_names(titles: Sequence[str]) -> list[str]:
-    """Parts of titles that many pages share, such as the name after the bar."""
+    """Returns the parts of titles that many pages share, such as the site's name after a vertical bar."""
     counts = Counter(part for title in titles for part in {_fold(part) for part in _BAR.split(title)} if part)
     return [part for part, count in counts.items() if count >= max(_MIN_PAGES, _SHARE * len(titles))]
 
@@ -101,7 +101,7 @@ def _fold(text: str) -> str:
 
 
 def _own_sentences(pages: Sequence[Sequence[str]]) -> list[list[bool]]:
-    """Whether each sentence of each page is the page's own."""
+    """Returns for each sentence of each page whether it belongs to the page, not to a template."""
     numbers: dict[str, int] = {}
     rows, sizes = list[int](), list[int]()
     for sentences in pages:
@@ -123,7 +123,7 @@ def _own_sentences(pages: Sequence[Sequence[str]]) -> list[list[bool]]:
 def _common_words(
     words: NDArray[np.int64], sizes: NDArray[np.int64], page_of: NDArray[np.int64], most: float
 ) -> NDArray[np.bool_]:
-    """Whether each word is part of a run of words that many pages contain; short sentences are a run as a whole."""
+    """Returns for each word whether it is in a run that many pages contain; a shorter sentence counts as one run."""
     sentence_of = np.repeat(np.arange(len(sizes)), sizes)
     starts = np.concatenate([[0], np.cumsum(sizes)])
     common = np.zeros(len(words), bool)

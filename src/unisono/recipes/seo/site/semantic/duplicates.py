@@ -1,8 +1,8 @@
-"""Finds pages that say the same in other words.
+"""Finds pages that say the same thing in different words.
 
-Pages about the same subject are similar as a whole, also if they say different things about it. So the nearest pages
-are only candidates, and their sentences decide: of a duplicate, most sentences have their counterpart in the other page
-and not in further similar ones.
+Pages about the same subject are similar as a whole, even if they say different things about it. The nearest pages are
+therefore only candidates, and their sentences decide: two pages are duplicates if most sentences of each page have
+their counterpart in the other page, and not in further similar pages.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from unisono.recipes.seo.site.semantic.contents import Content
 from unisono.recipes.seo.site.semantic.space import Floats, Meaning, Vectors
 
 _CANDIDATES = 6  # nearest pages whose sentences are compared
-_MAX_SENTENCES = 40  # of a page
+_MAX_SENTENCES = 40  # maximum number of sentences per page to compare
 _MIN_SENTENCES = 3
-_COMMON = 4  # pages
+_COMMON = 4  # a sentence on at least this many pages does not count
 _TIE = 0.03
 _BELOW, _ABOVE = 0.1, 0.15  # around the limit, a counterpart counts in part
 
@@ -32,13 +32,13 @@ class Duplicate:
     other: int
     cosine: float
     share: float
-    """Fraction of the sentences with a counterpart in the other page, of the page where it is smaller."""
+    """Fraction of a page's text with a counterpart in the other page; the smaller fraction of the two pages."""
 
 
 def near_duplicates(
     contents: Sequence[Content], pages: Vectors, among: Sequence[int], meaning: Meaning
 ) -> list[Duplicate]:
-    """Pairs of the pages `among`, most similar first."""
+    """Returns the duplicates among the pages in `among`, most similar first."""
     limits = meaning.limits
     chosen = [page for page in among if len(contents[page].sentences) >= _MIN_SENTENCES]
     numbers, cosines = pages.take(chosen).nearest(pages.take(chosen), _CANDIDATES, is_same=True)
@@ -66,7 +66,7 @@ def near_duplicates(
 
 
 class Sentences:
-    """Vectors of the sentences of some pages."""
+    """Sentence vectors of some pages."""
 
     def __init__(self, contents: Sequence[Content], pages: Sequence[int], meaning: Meaning) -> None:
         self._limit = meaning.limits.same_sentence
@@ -76,17 +76,17 @@ class Sentences:
             own = contents[page].sentences[:_MAX_SENTENCES]
             self._slices[page] = slice(len(texts), len(texts) + len(own))
             lengths = np.array([len(sentence.split()) for sentence in own], np.float32)
-            # A sentence that several pages contain word by word does not set a page apart.
+            # Ignore sentences that several pages contain word for word, unless the page has no others.
             rare = np.array([counts[sentence] < _COMMON for sentence in own], bool)
             self._weights[page] = lengths * rare if rare.any() else lengths
             texts += own
         self._vectors = meaning.embed(texts)
 
     def shares(self, page: int, others: Sequence[int]) -> list[float]:
-        """The fraction of a page's words in sentences that have a counterpart, in each of the other pages.
+        """Returns for each other page the fraction of `page`'s words that are in sentences with a counterpart there.
 
-        Sentences about the same subject are all similar, so a counterpart must be the most similar sentence of all
-        these pages, or nearly so.
+        Sentences about the same subject are all similar. A counterpart must therefore be the most similar sentence in
+        all of the other pages, or nearly so.
         """
         own, weights = Vectors(self._vectors.rows[self._slices[page]]), self._weights[page]
         if not len(weights):

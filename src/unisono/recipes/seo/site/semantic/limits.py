@@ -1,37 +1,37 @@
-"""The similarities from which two texts count as the same, by kind of vectors; measured by benchmarks/seo_site.py."""
+"""The similarities above which two texts count as the same, by kind of vectors; measured by benchmarks/seo_site.py."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-_HIGH = 0.5  # above this, the cosines of all pairs are high, as those of encoders without contrastive training
+_HIGH = 0.5  # a higher median cosine means that all pairs look similar, as with encoders without contrastive training
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Least cosines."""
+    """Minimum cosines, and fractions where a comment says so."""
 
     candidate: float
-    """Pages whose sentences are compared."""
+    """Cosine of two pages whose sentences are compared."""
     same_sentence: float
     shared: float
-    """Fraction of the sentences of a duplicate that have a counterpart; counterparts near the limit count in part."""
+    """Fraction of a duplicate's text that has a counterpart; sentences near the limit count in part."""
     answer: float
-    """Mean of the cosines of a query with the title and the text of a page that answers it."""
+    """Mean of two cosines: of a query with the title and with the text of a page that answers it."""
     as_good: float
-    """Fraction of the best page's score from which another page competes."""
+    """A page competes for a query if its score is at least this fraction of the best page's score."""
     titled: float
-    """Query and title of a page that competes."""
+    """Cosine of a query with the title of a page that competes."""
     related: float
-    """Source and target of a link."""
+    """Cosine of the source and the target of a suggested link."""
     moved: float
-    """An old page and the page that replaced it: the mean of their similarity and of the sentences' fraction."""
+    """Mean of the similarity of an old page to its new page and the fraction of its text with a counterpart there."""
     by_text: float = 1.0
     by_title: float = 1.0
     by_words: float = 1.0
 
     def shifted(self, usual: float) -> Limits:
-        """The limits for an encoder with this median cosine of two pages; unchanged if it is not unusually high."""
+        """Returns the limits for an encoder whose median cosine of two pages is `usual`; raised if that is high."""
         if usual <= _HIGH:
             return self
         names = ("candidate", "same_sentence", "answer", "titled", "related")

@@ -1,4 +1,4 @@
-"""Suggests links within a site: a page mentions what another page's title says, and does not link there yet."""
+"""Suggests links within a site: from a page that mentions words of another page's title but does not link to it yet."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from unisono.recipes.seo.site.semantic.space import Vectors
 from unisono.recipes.seo.site.text_rules import words_of
 
 _MIN_WORDS, _MAX_WORDS = 2, 8
-_MOST = 5  # suggestions per source
-_MOST_OF_TITLE = 0.7  # an anchor contains this fraction of the words of a title, without articles and the like
+_MOST = 5  # maximum number of suggestions per source page
+_MOST_OF_TITLE = 0.7  # an anchor must contain this fraction of a title's words, not counting stop words
 _LITTLE_WORDS = """
     a an the and or of to in on at for with by from how what which who why is are do does your my our you i it its
     this that over as be can we der die das und oder ein eine zu im am mit von für wie was le la les de des du et un
@@ -23,7 +23,7 @@ _STOP = frozenset(_LITTLE_WORDS.split())
 
 @dataclass(frozen=True)
 class Link:
-    """A link that a page could have."""
+    """A suggested link."""
 
     source: int
     target: int
@@ -42,7 +42,7 @@ def suggest_links(
     least: float,
     same: Mapping[int, int] | None = None,
 ) -> list[Link]:
-    """Suggestions for the pages `among`, best first per source. `least` is the least similarity."""
+    """Suggests links between the pages `among`, best first per source page; `least` is the minimum similarity."""
     anchors = _anchors(contents, among, same or {})
     found: dict[tuple[int, int], tuple[str, str]] = {}
     for source in among:
@@ -75,7 +75,7 @@ def suggest_links(
 
 
 def _anchors(contents: Sequence[Content], among: Sequence[int], same: Mapping[int, int]) -> dict[tuple[str, ...], int]:
-    """Phrases that only one page's title or headline contains, and that page."""
+    """Maps each phrase that occurs in the title or headline of only one page to that page."""
     owners: dict[tuple[str, ...], int | None] = {}
     long_enough = set[tuple[str, ...]]()
     for page in among:
@@ -91,7 +91,7 @@ def _anchors(contents: Sequence[Content], among: Sequence[int], same: Mapping[in
 
 
 def _phrases(words: Sequence[str]) -> Iterable[tuple[str, ...]]:
-    """Runs of words with at least two that mean something, at the beginning and at the end."""
+    """Yields runs of words that neither begin nor end with a stop word."""
     means = [word not in _STOP and len(word) > 1 for word in words]
     for start in range(len(words)):
         if not means[start]:
@@ -102,7 +102,7 @@ def _phrases(words: Sequence[str]) -> Iterable[tuple[str, ...]]:
 
 
 def _as_written(phrase: str, sentence: str) -> tuple[str, str]:
-    """The anchor as the sentence writes it, and the sentence."""
+    """Returns the anchor text as it is spelled in the sentence, and the sentence."""
     folded, words = sentence.casefold(), phrase.split()
     start = folded.find(words[0])
     while start >= 0:

@@ -1,7 +1,7 @@
 """Maps the pages of an old version of a site to those of the new one.
 
-A site has many pages about the same subject, so the most similar page may be another one. The sentences decide: a page
-has moved if a good part of its sentences has counterparts in the new page.
+A site has many pages about the same subject, so the most similar page may be the wrong one. The sentences decide: a
+page has moved if a large part of its sentences have counterparts in the new page.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class Move:
     new: int | None
     """None if the new site has no such page."""
     score: float
-    """Mean of the similarity of the pages and the fraction of the old page's sentences with a counterpart."""
+    """Mean of the similarity of both pages and the fraction of the old page's text with a counterpart."""
     margin: float
-    """How much better the page is than the second best."""
+    """Difference between the scores of this page and the second-best page."""
     bm25_rank: int
-    """Rank of the page by BM25."""
+    """Rank of the new page by BM25, from 1."""
 
 
 def moves(
@@ -44,7 +44,7 @@ def moves(
     meaning: Meaning,
     bm25: tuple[Vectors, Vectors],
 ) -> list[Move]:
-    """Where each old page went. `bm25` are the BM25 vectors of the old pages and of the pages `among`."""
+    """Finds the new page for each old page. `bm25` are the BM25 vectors of the old pages and of the pages `among`."""
     if not len(among) or not old:
         return []
     old_texts, old_titles = meaning.embed([each.text for each in old]), meaning.embed([each.title for each in old])
@@ -53,7 +53,7 @@ def moves(
     by_text, by_title = old_texts.blocks(texts.take(among)), old_titles.blocks(titles.take(among))
     by_words = bm25[0].blocks(bm25[1])
     for (_, text_block), (_, title_block), (_, word_block) in zip(by_text, by_title, by_words, strict=True):
-        # A page keeps its words when it moves, so both kinds of similarity count.
+        # A page keeps its words when it moves, so the BM25 similarity counts too.
         scores = limits.by_text * text_block + limits.by_title * title_block + limits.by_words * word_block
         scores /= limits.by_text + limits.by_title + limits.by_words
         order = np.argsort(-scores, axis=1, kind="stable")[:, :_CANDIDATES]

@@ -1,4 +1,4 @@
-"""What the comparison of pages found: entries for report.json, and findings with evidence and fix."""
+"""The results of comparing pages: entries for report.json, and findings with evidence and fix."""
 
 from __future__ import annotations
 
@@ -20,38 +20,38 @@ UNREACHABLE, TOPIC, REDIRECT, GONE = "unreachable page", "topic", "missing redir
 
 @dataclass(frozen=True)
 class Unreachable:
-    """A page to which no links lead from the start page, and the pages that should link to it."""
+    """A page that links from the start page do not reach, and the pages that should link to it."""
 
     page: int
     related: list[tuple[int, float, float]]
-    """Page, cosine and BM25 cosine, most similar first."""
+    """Page, cosine and BM25 cosine of the related pages, most similar first."""
 
 
 @dataclass
 class Meaning:
-    """Everything that was found; pages are numbers."""
+    """All results of the comparison; pages are identified by number."""
 
     encoder: str
     """Name of the encoder, or BM25."""
     names: list[str]
     duplicates: list[tuple[Duplicate, float]] = field(default_factory=list)
-    """With the BM25 cosine of the pages, as in the following lists."""
+    """Each with the BM25 cosine of its pages, as in the following lists of pairs."""
     strays: list[tuple[Stray, float]] = field(default_factory=list)
     contests: list[Contest] = field(default_factory=list)
     links: list[tuple[Link, float]] = field(default_factory=list)
     unreachable: list[Unreachable] = field(default_factory=list)
     topics: list[tuple[Topic, int]] = field(default_factory=list)
-    """With the number of pages that link to the hub."""
+    """Each with the number of its pages that link to its hub."""
     moves: list[Move] = field(default_factory=list)
     kept: dict[int, int] = field(default_factory=dict)
-    """For each duplicate, the page to keep."""
+    """Maps each duplicate to the page to keep."""
     num_same_address: int = 0
-    """Number of old pages whose address still exists."""
+    """Number of old pages whose URL still exists."""
     new_urls: dict[int, str] = field(default_factory=dict)
-    """Address of each page, for redirects."""
+    """URL of each page, for redirects."""
     remarks: list[str] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
-    """Title and main text of each page, for labels."""
+    """Title and main text of each page, for writing labels."""
 
     def findings(self) -> list[Finding]:
         """All findings, worst first."""
@@ -125,7 +125,7 @@ class Meaning:
         return f"{self.names[rival.page]} ({', '.join(parts)})"
 
     def redirects(self) -> list[tuple[str, str, float, int]]:
-        """Old path, new URL, score and BM25 rank of each redirect."""
+        """Returns the old path, new URL, score and BM25 rank of each redirect."""
         return [
             (f"/{move.old.lstrip('/')}", self.new_urls[move.new], round(move.score, 4), move.bm25_rank)
             for move in self.moves
@@ -133,7 +133,7 @@ class Meaning:
         ]
 
     def to_json(self) -> dict[str, Any]:
-        """The entry in report.json."""
+        """Returns the entry in report.json."""
         names = self.names
         return {
             "encoder": self.encoder,

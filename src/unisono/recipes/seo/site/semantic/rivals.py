@@ -1,7 +1,7 @@
 """Finds queries for which several pages of a site compete (keyword cannibalisation).
 
-A page competes for a query if its title and its text are about as close to the query as those of the best page. With
-Search Console data, pages that were shown for the same query compete, whatever a model says.
+A page competes for a query if its title and text are about as close to the query as the title and text of the best
+page. If there is Search Console data, pages that Google showed for the same query compete, whatever a model says.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from unisono.recipes.seo.site.semantic.contents import Content
 from unisono.recipes.seo.site.semantic.space import Meaning, Vectors
 
-_MOST = 5  # pages of a query
+_MOST = 5  # maximum number of pages per query
 _MIN_SHOWN, _MIN_SHARE, _LAST_POSITION = 10, 0.1, 40.0
 
 
@@ -33,7 +33,7 @@ class Rival:
 
     page: int
     score: float
-    """Mean of the cosines of the query with title and text."""
+    """Mean of two cosines: of the query with the page's title and with its text."""
     bm25_rank: int | None
     seen: Seen | None = None
 
@@ -45,7 +45,7 @@ class Contest:
     query: str
     rivals: list[Rival] = field(default_factory=list)
     is_measured: bool = False
-    """Whether Search Console shows it."""
+    """Whether Search Console shows that the pages compete."""
 
 
 def contests(
@@ -59,7 +59,7 @@ def contests(
     seen: Mapping[str, Mapping[int, Seen]] | None = None,
     same: Mapping[int, int] | None = None,
 ) -> list[Contest]:
-    """The contested queries. `same` maps a duplicate to the page it duplicates, which competes in its place."""
+    """Returns the contested queries. `same` maps a duplicate to the page that competes in its place."""
     chosen, found, seen, same = np.asarray(among, np.int64), list[Contest](), seen or {}, same or {}
     if not len(chosen):
         return []
@@ -93,7 +93,7 @@ def contests(
 
 
 def _measured(shown: Mapping[int, Seen]) -> list[int]:
-    """The pages that Google showed for the query often enough, if there are several."""
+    """Returns the pages that Google showed for a query often enough; empty if there is only one."""
     total = sum(each.impressions for each in shown.values())
     pages = [
         page

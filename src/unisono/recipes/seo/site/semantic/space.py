@@ -1,4 +1,4 @@
-"""Texts as vectors: embeddings of an encoder, or BM25 weights of words; nearest texts are found block by block."""
+"""Represents texts as vectors, by an encoder or by BM25 word weights, and finds the nearest texts block by block."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Floats = NDArray[np.float32]
 Numbers = NDArray[np.int64]
 Kind = Literal["query", "page"]
 
-_BLOCK = 512  # texts that are compared with all others at once
+_BLOCK = 512  # number of texts to compare with all others at once
 _K1, _B = 0.9, 0.4
-_MAX_SHARE, _LARGE = 0.1, 1_000  # in large sites, words of over a tenth of the pages hardly count and cost most
+_MAX_SHARE, _LARGE = 0.1, 1_000  # on large sites, ignore words on over a tenth of the pages: they cost most, tell least
 
 
 class Encoder(Protocol):
@@ -41,18 +41,18 @@ class Vectors:
         return int(self.rows.shape[0])
 
     def take(self, numbers: Sequence[int] | Numbers) -> Vectors:
-        """Some of the texts."""
+        """Returns the vectors of some of the texts."""
         return Vectors(self.rows[np.asarray(numbers, np.int64)])
 
     def blocks(self, other: Vectors) -> Iterator[tuple[int, Floats]]:
-        """The first text of each block, and the cosines of the block with all other texts."""
+        """Yields the number of each block's first text, and the cosines of its texts with all texts of `other`."""
         across = other.rows.T.tocsc() if hasattr(other.rows, "tocsc") else other.rows.T
         for start in range(0, len(self), _BLOCK):
             products = self.rows[start : start + _BLOCK] @ across
             yield start, np.asarray(products.toarray() if hasattr(products, "toarray") else products, np.float32)
 
     def nearest(self, other: Vectors, most: int, *, is_same: bool = False) -> tuple[Numbers, Floats]:
-        """Numbers and cosines of the nearest other texts, nearest first; `is_same` excludes each text itself."""
+        """Returns numbers and cosines of the nearest texts of `other`; `is_same` excludes each text itself."""
         most = max(0, min(most, len(other) - is_same))
         numbers, cosines = np.zeros((len(self), most), np.int64), np.zeros((len(self), most), np.float32)
         for start, block in self.blocks(other):
@@ -72,7 +72,7 @@ class Vectors:
     def pairs(
         self, one: Sequence[int] | Numbers, other: Sequence[int] | Numbers, across: Vectors | None = None
     ) -> Floats:
-        """The cosine of each pair of texts."""
+        """Returns the cosine of each pair of texts."""
         a, b = np.asarray(one, np.int64), np.asarray(other, np.int64)
         left, right = self.rows, (across or self).rows
         if not len(a):
@@ -85,7 +85,7 @@ class Vectors:
         return np.concatenate(parts)
 
     def matrix(self, other: Vectors) -> Floats:
-        """All cosines; only for few texts."""
+        """Returns the cosines of all texts with all texts of `other`; only for small numbers of texts."""
         return (
             np.concatenate([block for _, block in self.blocks(other)])
             if len(self)
@@ -94,7 +94,7 @@ class Vectors:
 
 
 class Lexical:
-    """BM25's weights of words as unit vectors, so that the similarity of two pages is a cosine from 0 to 1."""
+    """Represents texts by unit vectors of BM25 word weights, so the similarity of two texts is a cosine from 0 to 1."""
 
     name, limits = "BM25", OF_WORDS
 
@@ -112,7 +112,7 @@ class Lexical:
         self._idf = np.log1p((number - counts + 0.5) / (counts + 0.5))
 
     def embed(self, texts: Sequence[str], kind: Kind = "page") -> Vectors:
-        """Unit vectors of texts; words that no page contains are ignored."""
+        """Returns unit vectors of texts; ignores words that no page contains."""
         from scipy.sparse import csr_matrix
 
         rows, columns, weights = list[int](), list[int](), list[float]()
@@ -134,7 +134,7 @@ class Lexical:
 
 
 class Dense:
-    """An encoder's embeddings, in the same form as `Lexical`."""
+    """Represents texts by an encoder's embeddings, with the interface of `Lexical`."""
 
     def __init__(self, encoder: Encoder) -> None:
         self.name, self.limits, self._encoder = encoder.name, OF_MEANING, encoder

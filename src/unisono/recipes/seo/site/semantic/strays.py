@@ -1,4 +1,4 @@
-"""Finds pages that are about something else than the rest of the site."""
+"""Finds off-topic pages, which are about something other than the rest of the site."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from unisono.recipes.seo.site.semantic.contents import Content
 from unisono.recipes.seo.site.semantic.space import Vectors
 
 _MIN_SITE, _MIN_WORDS = 12, 20
-_NEAR, _NEAR_SHARE = 6, 0.03  # the neighbours that count: so a few pages of spam do not vouch for each other
+# Number of neighbours to compare a page with: a few spam pages must not vouch for each other.
+_NEAR, _NEAR_SHARE = 6, 0.03
 _DEVIATIONS, _FRACTION = 3.0, 0.62
 _USUAL = re.compile(
     r"contact|imprint|impressum|kontakt|privacy|datenschutz|terms|agb|legal|cookie|about|ueber|über|login|signin|account|"
@@ -23,17 +24,17 @@ _USUAL = re.compile(
 
 @dataclass(frozen=True)
 class Stray:
-    """A page about something else."""
+    """An off-topic page."""
 
     page: int
     nearest: float
-    """Mean cosine with its neighbours, beyond the nearest few."""
+    """Mean cosine with its neighbours, except the nearest half of them."""
     usual: float
-    """The site's median of that."""
+    """Median of `nearest` over the pages of the site."""
 
 
 def strays(contents: Sequence[Content], names: Sequence[str], pages: Vectors, among: Sequence[int]) -> list[Stray]:
-    """The pages `among` whose neighbours are much farther than usual, farthest first."""
+    """Returns the pages of `among` whose neighbours are much farther away than usual, farthest first."""
     chosen = [page for page in among if sum(len(each.split()) for each in contents[page].sentences) >= _MIN_WORDS]
     if len(chosen) < _MIN_SITE:
         return []
@@ -52,5 +53,5 @@ def strays(contents: Sequence[Content], names: Sequence[str], pages: Vectors, am
 
 
 def _is_usual(name: str, title: str) -> bool:
-    """Whether a page, such as the imprint, belongs to every site."""
+    """Returns whether most sites have such a page, for example a contact page."""
     return bool(_USUAL.search(name.rpartition("/")[2]) or (len(title.split()) <= 3 and _USUAL.search(title)))

@@ -27,13 +27,13 @@ class Topic:
     label: str
     pages: list[int]
     hub: int
-    """The page that is nearest to all others."""
+    """The page nearest to the mean of all pages."""
     cosine: float
-    """Mean similarity of the pages with their mean."""
+    """Mean cosine of the pages with their mean."""
 
 
 def topics(contents: Sequence[Content], pages: Vectors, among: Sequence[int], resolution: float = 1.0) -> list[Topic]:
-    """Topics of at least three pages, largest first: communities in the graph of nearest pages (Louvain)."""
+    """Returns topics of at least three pages, largest first: communities in the nearest-neighbour graph (Louvain)."""
     import networkx
 
     if len(among) < _MIN_PAGES:
@@ -62,7 +62,7 @@ def topics(contents: Sequence[Content], pages: Vectors, among: Sequence[int], re
 
 
 def _labels(contents: Sequence[Content], groups: Sequence[Sequence[int]]) -> list[str]:
-    """The words that many pages of a group contain and few pages of other groups."""
+    """Labels each group with the words that many of its pages and few pages of other groups contain."""
     counts = [Counter[str]() for _ in groups]
     for group, count in zip(groups, counts, strict=True):
         for page in group:
@@ -82,5 +82,5 @@ def _labels(contents: Sequence[Content], groups: Sequence[Sequence[int]]) -> lis
 
 
 def links_of(topic: Topic, linked: Mapping[int, set[int]]) -> int:
-    """Number of pages of a topic that link to its hub."""
+    """Returns the number of pages of a topic that link to its hub."""
     return sum(topic.hub in linked.get(page, ()) for page in topic.pages if page != topic.hub)

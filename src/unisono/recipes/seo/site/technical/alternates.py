@@ -1,4 +1,4 @@
-"""Checks hreflang: codes, targets, and that the pages name each other."""
+"""Checks hreflang: codes, targets, and whether the pages refer to each other."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from unisono.recipes.seo.site.technical.codes import problem_of
 from unisono.recipes.seo.site.technical.page_facts import PageFacts
 from unisono.recipes.seo.site.technical.site_facts import SiteFacts
 
-_MAX = 200  # languages of a page
+_MAX = 200  # maximum number of languages per page
 
 
 def check_alternates(site: SiteFacts, page: PageFacts) -> Iterator[Finding]:
-    """Findings about the hreflang elements of a page."""
+    """Yields findings about the hreflang elements of a page."""
     own = site.key(page.url)
     urls: dict[str, str] = {}
     names_itself = False

@@ -26,12 +26,12 @@ from unisono.recipes.seo.site.technical.site_facts import NO_HOST, SiteFacts
 
 
 def technical_findings(site: SiteFacts) -> list[Finding]:
-    """All technical findings, worst first."""
+    """Runs all technical checks; returns their findings, worst first."""
     return worst_first({each.key: each for each in map(_shown, _findings(site))}.values())
 
 
 def _shown(finding: Finding) -> Finding:
-    """Writes URLs of a local site without the host that stands for its unknown one."""
+    """Removes the placeholder host from the URLs of a local site."""
     parts = (getattr(finding, name).replace(NO_HOST, "/") for name in ("page", "evidence", "fix", "subject"))
     page, evidence, fix, subject = parts
     return Finding(finding.kind, finding.severity, page, evidence, fix, subject)

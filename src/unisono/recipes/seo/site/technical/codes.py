@@ -26,7 +26,7 @@ _LANGUAGE_MISTAKES = {"jp": "ja", "cz": "cs", "dk": "da", "cn": "zh", "gr": "el"
 
 
 def problem_of(code: str) -> str:
-    """The reason why a value of hreflang is not valid; empty if it is."""
+    """Returns the reason why an hreflang value is invalid; empty if it is valid."""
     parts = code.strip().lower().split("-")
     if parts == ["x", "default"]:
         return ""

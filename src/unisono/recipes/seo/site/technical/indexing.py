@@ -15,7 +15,7 @@ _CONTRADICTIONS = (("index", "noindex"), ("follow", "nofollow"), ("all", "none")
 
 
 def check_robots(site: SiteFacts, page: PageFacts) -> Iterator[Finding]:
-    """Findings about the robots directives of a page, and about robots.txt."""
+    """Yields findings about the robots directives of a page, and about the rules of robots.txt that apply to it."""
     sources = ", ".join(dict.fromkeys(source for source, _ in page.robots))
     if page.noindex:
         fix = "Keep it if the page must not be found; otherwise remove noindex."
@@ -41,7 +41,7 @@ def check_robots(site: SiteFacts, page: PageFacts) -> Iterator[Finding]:
 
 
 def check_canonical(site: SiteFacts, page: PageFacts) -> Iterator[Finding]:
-    """Findings about the canonical URL of a page. That it is missing or relative is a check of the page's rules."""
+    """Yields findings about a page's canonical URL; `page_rules` checks whether it is missing or relative."""
     if page.canonicals_in_body:
         fix = "Move the element into <head>; search engines ignore it in <body>."
         yield Finding("canonical outside of head", "error", page.name, '<link rel="canonical"> in <body>', fix)
@@ -81,7 +81,7 @@ def check_canonical(site: SiteFacts, page: PageFacts) -> Iterator[Finding]:
 
 
 def check_sitemaps(site: SiteFacts) -> Iterator[Finding]:
-    """Findings about the sitemaps: entries that must not be listed, and pages that are missing."""
+    """Yields findings about the sitemaps: entries that must not be listed, and pages that are not listed."""
     for name, problem in site.sitemaps.problems:
         yield Finding("sitemap", "error", name, problem[:300], "Correct the sitemap.", problem[:60])
     listed = set[int]()
@@ -129,7 +129,7 @@ def _problems_of_entry(
 
 
 def check_robots_txt(site: SiteFacts) -> Iterator[Finding]:
-    """Findings about robots.txt itself."""
+    """Yields findings about the robots.txt file itself."""
     if site.robots is None:
         return
     for line, problem in site.robots.problems[:100]:
@@ -142,7 +142,7 @@ def check_robots_txt(site: SiteFacts) -> Iterator[Finding]:
 
 
 def is_indexable(site: SiteFacts, page: PageFacts) -> bool:
-    """Whether search engines may show a page under its own URL."""
+    """Returns whether search engines may show a page under its own URL."""
     if not page.is_page or page.noindex or (page.refresh is not None and page.refresh[0] <= 10):
         return False
     if site.robots is not None and not site.robots.allows(page.url, AGENT):
@@ -153,7 +153,7 @@ def is_indexable(site: SiteFacts, page: PageFacts) -> bool:
 
 
 def described(target: Target) -> str:
-    """The redirects to a target in words."""
+    """Describes the redirects to a target in words."""
     hops = [f"{each.url} ({each.status or each.how})" for each in target.chain[:8]]
     more = f" → … {len(target.chain) - 8} more" if len(target.chain) > 8 else ""
     return f"{' → '.join(hops)}{more} → {target.url}"

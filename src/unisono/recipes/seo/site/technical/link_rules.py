@@ -13,7 +13,7 @@ _LEAST_TEXT = ("here", "click here", "more", "read more", "learn more", "link", 
 
 
 def check_links(site: SiteFacts, page: PageFacts) -> Iterator[Finding]:
-    """Findings about the links of a page, once per target."""
+    """Yields findings about the links of a page, one per target."""
 
     def finding(kind: str, severity: str, subject: str, evidence: str, fix: str) -> Finding:
         return Finding(kind, severity, page.name, evidence[:400], fix, subject)
@@ -49,13 +49,13 @@ def check_links(site: SiteFacts, page: PageFacts) -> Iterator[Finding]:
 
 
 def check_redirects(site: SiteFacts) -> Iterator[Finding]:
-    """Findings about the redirects of the site."""
+    """Yields findings about the redirects of the site."""
     for redirect, _ in site.redirects.rules.values():
         if not 300 <= (redirect.status or 301) < 400:
             continue
         target = site.resolve(redirect.url)
         if not target.chain or target.chain[0] != redirect:
-            continue  # a page exists at this address, so the rule does not apply
+            continue  # a page exists at this URL, so the rule does not apply
         page = next((each.name for each in site.pages if each.url == redirect.url), redirect.url)
 
         def finding(kind: str, severity: str, evidence: str, fix: str, page: str = page) -> Finding:
@@ -80,7 +80,7 @@ def check_redirects(site: SiteFacts) -> Iterator[Finding]:
 
 
 def check_orphans(site: SiteFacts) -> Iterator[Finding]:
-    """Indexable pages to which no other page links; only if all pages are known."""
+    """Yields findings about indexable pages that no other page links to; none unless all pages are known."""
     if not site.is_complete or len(site.pages) < 2:
         return
     linked = linked_pages(site)
@@ -91,7 +91,7 @@ def check_orphans(site: SiteFacts) -> Iterator[Finding]:
 
 
 def linked_pages(site: SiteFacts) -> set[int]:
-    """The pages to which another page links, directly or by a redirect."""
+    """Returns the pages that another page links to, directly or through a redirect."""
     linked = set[int]()
     for number, page in enumerate(site.pages):
         targets = {site.resolve(link.target).page for link in page.links if not link.nofollow}

@@ -1,4 +1,4 @@
-"""What the technical checks need to know about a page; about two kilobytes of a usual page stay in memory."""
+"""The facts about a page that the technical checks need; they take about two kilobytes of memory for a typical page."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from lxml.etree import _Element as Element
 
 MAX_LINKS = 3_000
-"""Largest number of links of a page that are checked."""
+"""Maximum number of links to check per page."""
 
 _ROBOTS_META = ("robots", "googlebot", "bingbot")
 _REFRESH = re.compile(r"\s*(\d{1,4})(?:\.\d*)?\s*[;,]\s*(?:url\s*=\s*)?[\"']?([^\"'>]+)", re.IGNORECASE)
@@ -41,9 +41,9 @@ class PageFacts:
     canonicals: list[str] = field(default_factory=list)
     canonicals_in_body: int = 0
     robots: list[tuple[str, str]] = field(default_factory=list)
-    """Where each robots directive comes from, and its value in lower case."""
+    """Origin and value (in lower case) of each robots directive."""
     alternates: list[tuple[str, str]] = field(default_factory=list)
-    """Code and URL of each hreflang."""
+    """Code and URL of each hreflang element."""
     links: list[Link] = field(default_factory=list)
     refresh: tuple[int, str] | None = None
     """Seconds and target of a redirect by <meta http-equiv="refresh">."""
@@ -73,7 +73,7 @@ class PageFacts:
 
 
 def add_facts(page: PageFacts, root: Element) -> None:
-    """Adds what the elements of a page say; relative URLs are resolved with the page's URL and <base>."""
+    """Adds the facts found in a page's elements; resolves relative URLs with the page's URL and <base>."""
     base = next((joined(page.url, href) for each in root.iter("base") if (href := each.get("href"))), page.url)
     for each in root.iter("meta"):
         name, content = (each.get("name") or "").strip().lower(), each.get("content") or ""
@@ -101,17 +101,17 @@ def add_facts(page: PageFacts, root: Element) -> None:
 
 
 def directives_of(content: str) -> list[str]:
-    """The directives in the content of a robots meta element or an X-Robots-Tag header."""
+    """Returns the directives in the content of a robots meta element or an X-Robots-Tag header."""
     values = []
     for part in content.lower().split(","):
         agent, colon, value = part.strip().partition(":")
-        # "googlebot: noindex" is for one crawler; "max-snippet: 5" and "unavailable_after: …" are directives.
+        # Remove the crawler from "googlebot: noindex", but keep "max-snippet: 5" and "unavailable_after: …" unchanged.
         values.append(value.strip() if colon and agent.endswith("bot") else part.strip())
     return [value[:100] for value in values if value]
 
 
 def joined(base: str, href: str) -> str:
-    """An absolute URL without its fragment; the text itself if it is not a URL."""
+    """Returns the absolute URL of a link without its fragment; `href` itself if it is not a URL."""
     href = "".join(href.split()) if len(href) <= _MAX_URL else href[:_MAX_URL]
     try:
         return urljoin(base, href).partition("#")[0]
@@ -120,7 +120,7 @@ def joined(base: str, href: str) -> str:
 
 
 def _text_of(element: Element) -> str:
-    """The text of a link, or the alt text of its images."""
+    """Returns the text of a link, or the alt text of its images."""
     text = "".join(str(part) for part in element.itertext())
     if text.strip():
         return text

@@ -1,7 +1,7 @@
 """Estimates how wide a text is in search results, which truncate titles and descriptions by pixels.
 
-Search engines use a font with the widths of Helvetica (Arial, Liberation Sans), whose widths are in the standard fonts
-of PDF.
+Search engines use a font with the character widths of Helvetica (Arial, Liberation Sans). The widths are from the
+standard fonts of PDF.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _WIDE, _USUAL = 1000, 556
 
 
 def pixels(text: str, font_size: int) -> int:
-    """The width of a text in pixels; letters outside of Latin scripts count as an average or a wide letter."""
+    """Returns the width of a text in pixels; a letter of a non-Latin script counts as an average or a wide letter."""
     letters = unicodedata.normalize("NFD", " ".join(text.split()))
     return round(sum(_width(letter) for letter in letters) * font_size / 1000)
 

@@ -1,4 +1,4 @@
-"""Redirects of a site: those that a server answered, those of the file `_redirects`, and <meta http-equiv="refresh">.
+"""Redirects of a site: from the server's answers, from the file `_redirects`, and by <meta http-equiv="refresh">.
 
 `_redirects` is the format of static hosts: `/old /new 301`, with `*` and `:name` in the path. Conditions are ignored.
 """
@@ -28,22 +28,22 @@ class RedirectRules:
     """All redirects of a site."""
 
     rules: dict[str, tuple[Redirect, bool]] = field(default_factory=dict)
-    """Redirect of a URL, and whether it applies although the page exists."""
+    """Redirect of each URL, and whether it applies even if the page exists."""
     patterns: list[tuple[re.Pattern[str], Redirect]] = field(default_factory=list)
     problems: list[tuple[int, str]] = field(default_factory=list)
     """Line and description of each defect of `_redirects`."""
     _by_key: dict[str | None, tuple[Redirect, bool]] = field(default_factory=dict)
 
     def add(self, url: str, target: str, status: int, how: str, *, forced: bool) -> None:
-        """Adds a redirect of one URL; the first one counts."""
+        """Adds a redirect of one URL; only the first redirect of a URL counts."""
         self.rules.setdefault(url, (Redirect(url, target, status, how), forced))
 
     def index(self, key_of: Callable[[str], str | None]) -> None:
-        """Looks addresses up by these keys; the first rule of an address counts."""
+        """Indexes the redirects by the keys of their URLs; only the first rule of a key counts."""
         self._by_key = {key_of(url): rule for url, rule in reversed(self.rules.items())}
 
     def of(self, key: str, *, exists: bool) -> Redirect | None:
-        """The redirect of an address, if it has any."""
+        """Returns the redirect of the URL with this key; None if it has none."""
         if key in self._by_key:
             redirect, forced = self._by_key[key]
             return redirect if (forced or not exists) and 300 <= (redirect.status or 301) < 400 else None
@@ -53,7 +53,7 @@ class RedirectRules:
         return redirect_by_pattern
 
     def serves(self, key: str) -> bool:
-        """Whether a rule serves another file at this address without a redirect."""
+        """Returns whether a rule serves another file for this key without a redirect."""
         rule = self._by_key.get(key)
         redirect = rule[0] if rule else self._matching(key)
         return redirect is not None and redirect.status == 200
@@ -93,7 +93,7 @@ def parse_redirects(text: str, base: str) -> RedirectRules:
 
 
 def _pattern(path: str) -> re.Pattern[str] | None:
-    """A pattern that takes linear time: each `:name` ends at a slash, and only one `*` may stand at the end."""
+    """Compiles a path to a pattern that matches in linear time: `:name` ends at a slash; one `*` may end the path."""
     if path.count("*") > 1 or ("*" in path and not path.endswith("*")):
         return None
     parts, names = [], set[str]()

@@ -8,21 +8,21 @@ from dataclasses import dataclass, field
 from urllib.parse import quote, urlsplit
 
 MAX_BYTES = 500 * 1024
-"""Parsers may ignore what follows."""
+"""Number of bytes to read; the standard lets parsers ignore the rest."""
 
 _KNOWN = ("user-agent", "allow", "disallow", "sitemap", "crawl-delay", "host", "clean-param", "request-rate")
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One line Allow or Disallow."""
+    """One Allow or Disallow line."""
 
     allows: bool
     pattern: str
     line: int
 
     def matches(self, path: str) -> bool:
-        """Whether a path matches; takes linear time, because the file is not trusted."""
+        """Returns whether a path matches, in linear time, because the file is not trusted."""
         pattern, ends = (self.pattern[:-1], True) if self.pattern.endswith("$") else (self.pattern, False)
         first, *parts = pattern.split("*")
         if not path.startswith(first):
@@ -51,10 +51,10 @@ class RobotsTxt:
     problems: list[tuple[int, str]] = field(default_factory=list)
     """Line and description of each defect."""
     disallows_all: bool = False
-    """Whether the server failed to answer; crawlers must then assume that nothing is allowed."""
+    """Whether the server failed to answer, in which case crawlers must assume that nothing is allowed."""
 
     def rule_of(self, url: str, agent: str) -> Rule | None:
-        """The rule that applies to a URL; None if no rule matches."""
+        """Returns the rule that applies to a URL; None if no rule matches."""
         if self.disallows_all:
             return Rule(False, "/", 0)
         parts = urlsplit(url)
@@ -65,12 +65,12 @@ class RobotsTxt:
         return max(matching, key=lambda rule: (len(rule.pattern), rule.allows), default=None)
 
     def allows(self, url: str, agent: str) -> bool:
-        """Whether an agent may fetch a URL."""
+        """Returns whether an agent may fetch a URL."""
         rule = self.rule_of(url, agent)
         return rule is None or rule.allows
 
     def delay_of(self, agent: str) -> float:
-        """Crawl-delay for an agent in seconds; 0 if none is set."""
+        """Returns the Crawl-delay for an agent in seconds; 0 if none is set."""
         return self.delays.get(agent.lower(), self.delays.get("*", 0.0))
 
     def _group(self, agent: str) -> list[Rule]:
@@ -78,7 +78,7 @@ class RobotsTxt:
 
 
 def parse_robots(content: bytes | str) -> RobotsTxt:
-    """Parses a robots.txt; lines that are not understood are problems."""
+    """Parses a robots.txt; records lines that it does not understand as problems."""
     text = content[:MAX_BYTES].decode("utf-8-sig", "replace") if isinstance(content, bytes) else content[:MAX_BYTES]
     robots = RobotsTxt()
     agents: list[str] = []

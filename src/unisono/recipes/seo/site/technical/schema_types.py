@@ -1,6 +1,6 @@
 """Fields that search engines require of common schema.org types before they show a rich result.
 
-From the search engines' public documentation of rich results. Alternatives are in one group.
+The fields are those of the search engines' public documentation of rich results. A group contains alternatives.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Fields:
     """Required and recommended fields of a type."""
 
     required: tuple[tuple[str, ...], ...] = ()
-    """Groups of fields, of each of which one is required."""
+    """Groups of fields; an item needs at least one field of each group."""
     recommended: tuple[str, ...] = ()
 
 
@@ -67,11 +67,11 @@ TYPES = {
 
 
 _NESTED = ("Offer", "AggregateOffer", "Review", "AggregateRating", "Rating", "ListItem", "Question", "Answer")
-"""Types that are also checked as values of other items; other values may refer to an item elsewhere."""
+"""Types that are checked even as values of other items. A value of any other type may refer to an item elsewhere."""
 
 
 def check_items(page: PageFacts) -> Iterator[Finding]:
-    """Findings about the structured data of a page."""
+    """Yields findings about the structured data of a page."""
     for problem in dict.fromkeys(page.items.problems):
         fix = "Correct the structured data; search engines ignore a block that they cannot parse."
         yield Finding("invalid structured data", "error", page.name, problem, fix, problem[:60])
@@ -91,8 +91,8 @@ def check_items(page: PageFacts) -> Iterator[Finding]:
 
 
 def _absent(name: str, item: Item) -> Iterator[tuple[str, str, str]]:
-    """Subject, severity and names of the missing fields of an item."""
-    if "@id" in item.fields and item.fields <= {"@type", "@id"}:  # only refers to an item
+    """Yields subject, severity and names of the missing fields of an item."""
+    if "@id" in item.fields and item.fields <= {"@type", "@id"}:  # only refers to another item
         return
     for group in TYPES[name].required:
         if not set(group) & item.fields:

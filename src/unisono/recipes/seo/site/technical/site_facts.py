@@ -1,7 +1,7 @@
-"""The pages, files and redirects of a site, in which URLs are looked up.
+"""The pages, files and redirects of a site, and the lookup of URLs among them.
 
-A local site is a folder: a URL's path names a file, and servers may omit `index.html` and `.html`. For a crawled site,
-the answers of the server decide.
+A local site is a folder: a URL's path names a file, and URLs may omit `index.html` and `.html`. For a crawled site, the
+server's answers tell what a URL leads to.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class Target:
     """What a URL leads to."""
 
     kind: str
-    """page, file, missing, loop, outside (another site, which is not checked) or unknown (not fetched)."""
+    """page, file, missing, loop, outside (on another site, so not checked) or unknown (not fetched)."""
     page: int | None = None
     chain: tuple[Redirect, ...] = ()
     """The redirects on the way."""
     status: int = 200
     url: str = ""
-    """The URL at the end."""
+    """The URL at the end of the redirects."""
 
 
 @dataclass
@@ -49,13 +49,13 @@ class SiteFacts:
     sitemaps: Sitemaps = field(default_factory=Sitemaps)
     redirects: RedirectRules = field(default_factory=RedirectRules)
     statuses: dict[str, int] = field(default_factory=dict)
-    """HTTP status of each crawled URL, by its key; 0 if there was no answer."""
+    """HTTP status of each crawled URL, by the URL's key; 0 if there was no answer."""
     has_file: Callable[[str], bool | None] | None = None
-    """Whether a path below the base is a file of a local site."""
+    """Tells whether a path below the base is a file of a local site; None if that is unknown."""
     is_complete: bool = False
-    """Whether all pages are known, so that missing links and pages can be told."""
+    """Whether all pages are known; otherwise, pages without incoming links or sitemap entries cannot be found."""
     start: int | None = None
-    """The page with which visitors begin."""
+    """The number of the start page."""
 
     def __post_init__(self) -> None:
         self.resolve = lru_cache(maxsize=200_000)(self._resolve)
@@ -71,13 +71,13 @@ class SiteFacts:
             self.start = self._numbers.get(self.key(self.base) or "")
 
     def key(self, url: str) -> str | None:
-        """Identifies the address of a URL within the site; None if the URL is outside."""
+        """Returns a key that identifies a URL within the site; None if the URL is outside."""
         if self.is_local and url.startswith(NO_HOST):
             url = self.base + url.removeprefix(NO_HOST)
         return key_of(url, self.base, self.is_local)
 
     def page_of_path(self, url: str) -> int | None:
-        """The page of a local site that has the path of a URL, whatever its host; for sites that name no host."""
+        """Returns the page with the path of a URL, whatever its host; only for local sites that declare no host."""
         if not self.base.startswith(NO_HOST):
             return None
         try:
@@ -117,11 +117,11 @@ class SiteFacts:
 
 
 def key_of(url: str, base: str, is_local: bool) -> str | None:
-    """The path of a URL relative to the base, normalised; None if the URL is not below the base."""
+    """Returns the normalised path of a URL relative to the base; None if the URL is not below the base."""
     try:
         parts, home = urlsplit(url), urlsplit(base)
         same = (parts.hostname, _port(parts)) == (home.hostname, _port(home)) or (
-            # http and https of the usual ports are one site
+            # http and https on their default ports are the same site
             parts.hostname == home.hostname and {_port(parts), _port(home)} == {80, 443}
         )
     except ValueError:
@@ -145,7 +145,7 @@ def key_of(url: str, base: str, is_local: bool) -> str | None:
 
 
 def base_of(pages: Sequence[tuple[str, Sequence[str]]], sitemap: Sequence[str]) -> str:
-    """The origin that the pages of a local site declare: of most canonical URLs, otherwise of the sitemap."""
+    """Returns the origin that a local site declares, by most of its canonical URLs or else by its sitemap."""
     for urls in ([url for _, canonicals in pages for url in canonicals[:1]], sitemap):
         origins = Counter(origin for url in urls if (origin := _origin(url)))
         if origins:

@@ -1,4 +1,4 @@
-"""The entries of sitemaps, and what is wrong with them."""
+"""Reads sitemaps: their entries and their defects."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from unisono.errors import ConfigError
 from unisono.recipes.seo.data.site import sitemap_root
 
 MAX_BYTES = 50_000_000
-"""Size limit of the sitemap protocol."""
+"""Size limit of a sitemap in the protocol."""
 
 _MAX_SITEMAPS, _MAX_ENTRIES = 100, 200_000
 _DATE = re.compile(r"\d{4}(-\d\d(-\d\d(T\d\d:\d\d(:\d\d(\.\d+)?)?(Z|[+-]\d\d:\d\d))?)?)?")
@@ -40,7 +40,7 @@ class Sitemaps:
 
 
 Read = Callable[[str], bytes | str | None]
-"""Reads a sitemap by its URL; None if it does not exist, ConfigError with the reason if it cannot be read."""
+"""Reads a sitemap by its URL; returns None if it does not exist, and raises ConfigError if it cannot be read."""
 
 
 def read_sitemaps(urls: Iterable[str], read: Read, required: Iterable[str] = ()) -> Sitemaps:

@@ -10,22 +10,22 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lxml.etree import _Element as Element
 
-_MAX_BLOCK = 2**20  # characters of JSON-LD
-_MAX_MICRODATA = 2_000  # elements; extruct takes quadratic time
+_MAX_BLOCK = 2**20  # maximum number of characters in a JSON-LD block
+_MAX_MICRODATA = 2_000  # maximum number of elements with microdata, because extruct takes quadratic time
 _MAX_ITEMS, _MAX_DEPTH = 200, 20
 _CONTEXTS = ("http://schema.org", "https://schema.org", "http://www.schema.org", "https://www.schema.org")
 
 
 @dataclass(frozen=True)
 class Item:
-    """One thing that a page describes, such as a product."""
+    """An item that a page describes, such as a product."""
 
     types: tuple[str, ...]
     fields: frozenset[str]
     """Names of the fields that have a value."""
     syntax: str
     nested: bool = False
-    """Whether it is a value of another item."""
+    """Whether the item is a value of another item."""
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Items:
 
 
 def items_in(root: Element, base: str) -> Items:
-    """The items of a page."""
+    """Returns the structured data of a page."""
     result = Items()
     for number, script in enumerate(root.iter("script"), start=1):
         if (script.get("type") or "").split(";")[0].strip().lower() != "application/ld+json":
@@ -81,7 +81,7 @@ def _items_of_json(value: Any, depth: int) -> Iterator[Item]:
         return
     if isinstance(value, list):
         for each in value[:_MAX_ITEMS]:
-            if not isinstance(each, list):  # lists in lists have no meaning, and could be nested as deep as JSON allows
+            if not isinstance(each, list):  # nested lists have no meaning, and their depth would be unlimited
                 yield from _items_of_json(each, depth)
     elif isinstance(value, dict):
         types = value.get("@type")
@@ -133,5 +133,5 @@ def _items_of_microdata(item: Any, depth: int) -> Iterator[Item]:
 
 
 def _local(name: str) -> str:
-    """The name of a type without its namespace."""
+    """Returns the name of a type without its namespace."""
     return name.rstrip("/").rpartition("/")[2].rpartition(":")[2].rpartition("#")[2]
