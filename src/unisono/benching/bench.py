@@ -40,7 +40,7 @@ JSON, TABLE, PLOT = "bench.json", "bench.md", "bench.svg"
 
 
 class BenchStopped(UnisonoError):
-    """A signal stopped the benchmark."""
+    """Raised if a signal stopped the benchmark."""
 
     exit_code = EXIT_STOPPED
 
@@ -154,7 +154,7 @@ def new_folder(resolved: Resolved, recipe: str) -> Path:
 
 
 def command_of(recipe: str, options: BenchOptions, source: SettingsSource, cases: Sequence[Case]) -> str:
-    """The command that repeats the measurement."""
+    """Returns the command that repeats the measurement."""
     counts = ",".join(str(case.ranks) for case in cases)
     words = ["unisono", "bench", recipe, "--gpus" if options.uses_gpus else "--nproc", counts]
     defaults = asdict(BenchOptions())

@@ -1,4 +1,4 @@
-"""Runs one case: a process that starts its ranks, with a temporary run folder."""
+"""Runs one case, in a process that starts its ranks and with a temporary run folder."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class CaseRun:
         log: Path,
         environ: Mapping[str, str],
     ) -> None:
-        """`folder` is a temporary folder for the run; `log` is the file for everything that the ranks print."""
+        """Starts the process; `folder` is a temporary folder for the run, and `log` the file for the ranks' output."""
         self._case, self._folder, self._log = case, folder, log
         resolved = case.resolved.with_values("bench", output_dir=str(folder / "run"))
         job = {"recipe": recipe, "ranks": case.ranks, "resolved": resolved.to_json(), "options": dict(options)}

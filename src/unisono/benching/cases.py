@@ -16,13 +16,13 @@ from unisono.errors import ConfigError
 from unisono.settings import Settings
 
 UNTIMED = 2
-"""Number of untimed steps at the start of each block, because caches are cold after the other loop's block."""
+"""Number of untimed steps at the start of each block. The other loop's block leaves the caches cold for this one."""
 
 _QUIET: dict[str, Any] = {
     **{"num_epochs": None, "eval_every": -1, "eval_first": False, "preview_every": -1, "best_metric": None},
     **{"save_every": 0, "track": None, "mirror": None, "resume": "auto", "max_restarts": 0, "output_dir": None},
 }
-"""Settings of every measured run: it only trains, and leaves nothing behind."""
+"""Settings of every measured run, with which it only trains and leaves no files behind."""
 _REFUSED = {
     "inject": "bench measures runs without faults",
     "resume": "bench trains from the initial weights",
@@ -44,7 +44,7 @@ class Case:
 
 
 def make_cases(recipe_class: type[Recipe], resolved: Resolved, options: BenchOptions) -> list[Case]:
-    """The runs to measure, checked as far as possible before anything is started."""
+    """Returns the runs to measure, after checking them as far as possible before anything is started."""
     options.check()
     for name, reason in _REFUSED.items():
         if resolved.sources[name] == "flag" and resolved.values[name] not in (None, "auto"):
@@ -74,9 +74,10 @@ def make_cases(recipe_class: type[Recipe], resolved: Resolved, options: BenchOpt
 
 
 def _global_batch(resolved: Resolved, counts: Sequence[int], devices: int, scaling: str) -> int:
-    """Number of samples per step: the global batch of the smallest case, multiplied by the growth under weak scaling.
+    """Returns the global batch size of a case with `devices` data-parallel ranks.
 
-    `global_batch_size` is therefore the batch of the smallest case, and `batch_size` the batch of each rank.
+    Strong scaling uses the global batch size of the case with the fewest ranks for all cases; weak scaling multiplies
+    it by the growth in ranks. The user's `global_batch_size` applies to that case, and `batch_size` to each rank.
     """
     settings = resolved.build(Settings)
     first = counts[0] // settings.parallel.context_parallel

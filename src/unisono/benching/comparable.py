@@ -6,7 +6,7 @@ from unisono.engine.training_run import TrainingRun
 
 
 def why_no_loop(run: TrainingRun) -> str | None:
-    """The reason why there is no hand-written loop to compare a run with; None if there is one."""
+    """Returns the reason why a run cannot be compared with a hand-written loop; None if it can."""
     components, precision = run.components, run.settings.precision
     recipe, strategy = components.recipe, components.strategy
     blocks = components.blocks_on_host

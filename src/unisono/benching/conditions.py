@@ -1,4 +1,4 @@
-"""The conditions of a measurement: date, machine, load and versions."""
+"""Collects the conditions of a measurement: date, machine, load and versions."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def conditions() -> dict[str, Any]:
 
 
 def _field(file: str, name: str) -> str | None:
-    """The value of the first `name: value` line of a file."""
+    """Returns the value of the first `name: value` line of a file."""
     try:
         lines = Path(file).read_text().splitlines()
     except OSError:

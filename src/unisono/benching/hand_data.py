@@ -23,7 +23,7 @@ from unisono.data.shapes import shapes_of
 from unisono.engine.batch import BatchPlan
 from unisono.engine.training_run import TrainingRun
 
-_AHEAD = 512  # number of micro-batches whose indices are computed together
+_AHEAD = 512  # number of micro-batches for which indices are computed at once
 
 
 @dataclass(frozen=True)
@@ -32,15 +32,15 @@ class HandMicroBatch:
 
     data: Any
     positions: Tensor
-    weight: float  # 0 if this rank had no sample left and computes another rank's sample
+    weight: float  # 0 if this rank has no sample left and repeats another rank's sample, otherwise 1
     is_last: bool  # whether it is the last micro-batch of its step
 
 
 class HandData:
-    """This rank's micro-batches from the first step on."""
+    """This rank's micro-batches, beginning with the first step."""
 
     def __init__(self, run: TrainingRun, data: Any, order: Order, plan: BatchPlan, *, draws: bool) -> None:
-        """`data` is the training data, on the device where possible; `draws`: reading a sample draws random numbers."""
+        """`data` is the training data, on the device if possible. `draws`: reading a sample draws random numbers."""
         settings, placement = run.settings.data, run.components.strategy.placement
         self._device = placement.device
         self._floating = torch.float64 if run.settings.precision.dtype == "float64" else None
@@ -59,7 +59,7 @@ class HandData:
         self._batches = iter(
             DataLoader(
                 _Samples(data, order.seed if draws else None),
-                # keys of the dataset, which need not be numbers
+                # The indices are keys of the dataset, which need not be numbers.
                 batch_sampler=_Pairs(list(zip(positions, each.tolist(), strict=True)) for positions, each in indices),
                 collate_fn=run.components.recipe.collate,
                 num_workers=workers,
@@ -69,7 +69,7 @@ class HandData:
         )
 
     def _next_indices(self) -> list[tuple[Sequence[int], Any]]:
-        """Positions and indices of the next micro-batches, computed together, like a sampler that permutes once."""
+        """Returns positions and indices of the next micro-batches, computed at once to save time."""
         chunks = list(itertools.islice(self._chunks, _AHEAD))
         if not chunks:
             return []
@@ -123,7 +123,7 @@ class _Pairs(Sampler[list[tuple[int, int]]]):
 
 
 class _Samples(Dataset[Any]):
-    """The dataset, indexed by (position, index). If reading draws random numbers, each position has its own seed."""
+    """The dataset, indexed by (position, index). If reading draws random numbers, each position sets its own seed."""
 
     def __init__(self, data: Any, seed: int | None) -> None:
         self._data, self._seed = data, seed

@@ -1,9 +1,10 @@
 """Trains a run's model in a hand-written PyTorch loop: the baseline for measuring unisono's overhead.
 
-It is plain PyTorch: a DataLoader, DistributedDataParallel if there are several ranks, autocast, `clip_grad_norm_`, an
-optimizer of torch.optim. It starts from the same weights and does the same work: the same samples in the same order,
-the same loss, optimizer, learning rates, precision and average of the weights. Its losses must therefore equal those of
-the run, and the benchmark compares them step by step. It has no checkpoints, no metrics besides the loss and no checks.
+The loop is plain PyTorch: a DataLoader, DistributedDataParallel if there are several ranks, autocast,
+`clip_grad_norm_`, an optimizer of torch.optim. It starts from the same weights and does the same work: the same samples
+in the same order, the same loss, optimizer, learning rates, precision and average of the weights. Its losses must
+therefore equal the run's losses, and the benchmark compares them step by step. It has no checkpoints, no metrics other
+than the loss, and no checks.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class LossOfModel(nn.Module):
         self.model, self._recipe, self._seed, self._precision = model, recipe, seed, precision
 
     def forward(self, data: Any, positions: Tensor) -> tuple[Tensor, Any]:
-        """The sum of the losses of a batch, and the number of items summed."""
+        """Returns the sum of the losses of a batch, and the number of summed items."""
         with autocast(positions.device, self._precision):
             loss = self._recipe.loss(self.model, data, Noise(self._seed, positions))
         return loss.total, loss.count
@@ -50,10 +51,10 @@ class HandLoop:
     """The loop of one rank."""
 
     def __init__(self, run: TrainingRun, model: nn.Module, data: HandData, *, is_even: bool, draws: bool) -> None:
-        """`model` has the initial weights of the run, on the device.
+        """`model` is on the device and has the initial weights of the run.
 
-        `is_even`: all micro-batches of all ranks count the same number of items, so that a mean of means is the mean.
-        `draws`: loss() draws random numbers (dropout), so it must be seeded as in the run.
+        `is_even`: all micro-batches of all ranks count the same number of items, so the mean of their means is the
+        overall mean. `draws`: loss() draws random numbers (dropout), so it must be seeded as in the run.
         """
         settings, placement = run.settings, run.components.strategy.placement
         self._settings, self._placement, self._recipe = settings, placement, run.components.recipe
@@ -71,15 +72,15 @@ class HandLoop:
             self._loss = _in_ddp(self._loss, settings, placement.device)
         self._expected = 1.0
         self._step = 0
-        self._sums: list[tuple[Tensor, Any]] = []  # total and count of each micro-batch of this rank
-        self._ends: list[int] = []  # number of micro-batches after each step
+        self._sums: list[tuple[Tensor, Any]] = []  # summed loss and count of each micro-batch of this rank
+        self._ends: list[int] = []  # length of `_sums` after each step
 
     def expect(self, count: float) -> None:
-        """Sets the number of items by which an uneven step divides before it knows the true number."""
+        """Sets the number of items that an uneven step divides by until it knows the true number."""
         self._expected = count
 
     def train(self, steps: int) -> None:
-        """Trains a number of steps."""
+        """Trains for `steps` steps."""
         for _ in range(steps):
             self._train_step()
 
@@ -117,7 +118,7 @@ class HandLoop:
         self._sums.append((total.detach(), count))
 
     def _divide_by_count(self) -> None:
-        """Divides the gradients by the number of items of the whole global batch, as token-level losses need."""
+        """Divides the gradients by the number of items in the whole global batch, as token-level losses require."""
         count = self._summed(self._ends[-2] if len(self._ends) > 1 else 0, self._ends[-1])[1]
         world = self._placement.world
         if world > 1:
@@ -157,7 +158,7 @@ class HandLoop:
         return [float(total / count) for total, count in sums]
 
     def close(self) -> None:
-        """Ends the loader's workers."""
+        """Stops the loader's workers."""
         self._data.close()
 
 
@@ -184,7 +185,7 @@ def _make_optimizer(recipe: Recipe, named: Any, model: nn.Module, settings: Sett
 
 def _in_ddp(loss: nn.Module, settings: Settings, device: torch.device) -> DistributedDataParallel:
     parallel = settings.parallel
-    # torch 2.13 renamed the option, so it is passed only if it differs from the default.
+    # Pass the option only if it differs from the default, because torch 2.13 renamed it.
     buffers: dict[str, Any] = {} if parallel.broadcast_buffers else {"broadcast_buffers": False}
     return DistributedDataParallel(
         loss,

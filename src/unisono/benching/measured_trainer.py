@@ -1,8 +1,8 @@
 """A trainer that measures its own steps, alternating with the steps of the hand-written loop.
 
 Both loops run in the same processes and alternate in blocks of steps: unisono first in one round, the hand-written loop
-first in the next. Both therefore run under the same conditions, and the ratio of two adjacent blocks is not affected by
-a machine that becomes slower or faster during the measurement.
+first in the next round. Both therefore run under the same conditions, and the ratio of two adjacent blocks hardly
+changes if the machine becomes slower or faster during the measurement.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from unisono.errors import TrainingFailed
 from unisono.observe.meter import gpu_memory_gib, host_memory_gib
 from unisono.settings import PrecisionSettings
 
-_TOKEN_BATCHES = 8  # number of micro-batches whose tokens are counted
+_TOKEN_BATCHES = 8  # number of micro-batches in which tokens are counted
 
 
 class MeasuredTrainer(Trainer):
-    """Trains blocks of steps and measures them; saves nothing and evaluates nothing."""
+    """Trains blocks of steps and measures them, without saving or evaluating."""
 
     def __init__(
         self,
@@ -64,11 +64,11 @@ class MeasuredTrainer(Trainer):
         self._blocks: dict[str, list[float]] = {"unisono": [], "hand": []}  # seconds per step in each timed block
         self.numbers: dict[str, Any] = {}
         """All measurements, available after training has ended."""
-        self._memory_gib = 0.0  # peak of this rank without the hand-written loop
+        self._memory_gib = 0.0  # peak memory of this rank before the hand-written loop is built
         self._tokens_per_sample: float | None = None
 
     def train(self) -> Result:
-        """Warms up both loops and measures them in turn."""
+        """Warms up both loops, then measures them alternately."""
         whole = self.length
         with self._finishing_saves():
             try:
@@ -125,7 +125,7 @@ class MeasuredTrainer(Trainer):
         return bool(self._agreement.start({"stop": self._rank.is_asked_to_stop}).read()["stop"])
 
     def _seconds(self, block: Callable[[], None]) -> float:
-        """The seconds that the slowest rank takes for a block, including the work of its device."""
+        """Runs a block; returns the seconds that the slowest rank takes, including the work of its device."""
         self._synchronize()
         self._agreement.all_gather(None)  # a barrier
         began = perf_counter()
@@ -170,9 +170,9 @@ class MeasuredTrainer(Trainer):
             raise
 
     def _facts_of(self, model: nn.Module) -> tuple[bool, bool, float]:
-        """Whether reading samples and computing the loss draw random numbers, and the loss's count per sample.
+        """Returns whether reading a sample and computing the loss draw random numbers, and the items per sample.
 
-        Moves the model to the device. Runs no collective, so every rank can report that it ran out of memory.
+        Moves the model to the device. Runs no collective, so a rank that runs out of memory can report this.
         """
         for tensor in (*model.parameters(), *model.buffers()):
             tensor.data = tensor.data.to(self._device)
@@ -181,12 +181,12 @@ class MeasuredTrainer(Trainer):
         buffers = [buffer.clone() for buffer in model.buffers()]
         probe = LossOfModel(model, self.components.recipe, self.settings.run.seed, self.settings.precision)
         losing, count = self._probe(probe)
-        for buffer, before in zip(model.buffers(), buffers, strict=True):  # statistics of batch norm
+        for buffer, before in zip(model.buffers(), buffers, strict=True):  # restore batch-norm statistics
             buffer.copy_(before)
         return reading, losing, count
 
     def _probe(self, loss: LossOfModel) -> tuple[bool, float]:
-        """Computes the loss of a micro-batch: whether it draws random numbers, and its count per sample."""
+        """Computes the loss of a micro-batch; returns whether it draws random numbers, and its items per sample."""
         with closing(self._feed.for_trial(self._sizer.plan)) as loader:
             micro = next(loader)
         floating = torch.float64 if self.settings.precision.dtype == "float64" else None
@@ -199,7 +199,7 @@ class MeasuredTrainer(Trainer):
         return draws_random_numbers(compute, self._device), counts[0] / len(micro.positions)
 
     def _count_tokens(self) -> float | None:
-        """The mean number of tokens per sample of the next micro-batches, if the recipe's batches show it."""
+        """Returns the mean number of tokens per sample in the next micro-batches; None if batches do not show it."""
         with closing(self._feed.for_trial(self._sizer.plan)) as loader:
             micro_batches = list(itertools.islice(loader, _TOKEN_BATCHES))
         counts = [tokens_in(gathered(micro.data)) for micro in micro_batches]
@@ -222,7 +222,7 @@ class MeasuredTrainer(Trainer):
         return (None, failures[0]) if failures else (built, None)
 
     def _numbers(self) -> dict[str, Any]:
-        """All measurements; the same on every rank."""
+        """Returns all measurements, which are the same on every rank."""
         strategy, plan, counts = self.components.strategy, self._sizer.plan, self._counts[self._warmup :]
         return {
             "ranks": strategy.placement.world,
@@ -253,7 +253,7 @@ class MeasuredTrainer(Trainer):
 
 
 def device_name(device: torch.device) -> str:
-    """The name of a device, for a result."""
+    """Returns the name of a device, for the result."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 

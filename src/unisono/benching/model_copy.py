@@ -9,7 +9,7 @@ from torch import nn
 
 
 def copy_of(model: nn.Module) -> nn.Module:
-    """A copy of a model in host memory; frozen weights, which no loop changes, are shared with the original."""
+    """Copies a model to host memory; shares frozen weights with the original, because no loop changes them."""
     frozen = {id(weight): weight for weight in model.parameters() if not weight.requires_grad}
     copied = copy.deepcopy(model, dict(frozen))
     for tensor in _own(copied):
@@ -21,7 +21,7 @@ def copy_of(model: nn.Module) -> nn.Module:
 
 
 def bytes_on_host(copied: nn.Module) -> int:
-    """The host memory that a copy takes."""
+    """Returns the host memory that a copy takes, in bytes."""
     return sum(tensor.nbytes for tensor in _own(copied))
 
 

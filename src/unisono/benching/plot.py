@@ -1,4 +1,4 @@
-"""Draws a benchmark as an SVG image without scripts: throughput over ranks, and the parts of a step."""
+"""Draws a benchmark as an SVG image without scripts: throughput by number of ranks, and the parts of a step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _STYLE = (
 
 
 def draw(bench: Bench) -> str:
-    """The content of bench.svg."""
+    """Returns the content of bench.svg."""
     title = title_of(bench)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" '
@@ -75,7 +75,7 @@ def _throughput(rows: Sequence[Row]) -> list[str]:
 
 
 def _step_parts(rows: Sequence[Row]) -> list[str]:
-    """Horizontal bars: the mean step time and its parts."""
+    """Draws horizontal bars that show the mean step time and its parts."""
     left, right = _PARTS
     most = max(row.step_ms.median for row in rows)
     space = (_BOTTOM - _TOP) / len(rows)

@@ -1,7 +1,7 @@
-"""Starts the ranks of one measured run, as a process: `python -m unisono.benching.process FOLDER`.
+"""The program that starts the ranks of one measured run: `python -m unisono.benching.process FOLDER`.
 
-The folder contains `job.json`; the result is written to `result.json`. Everything that the ranks print goes to this
-process's output, which the benchmark writes to a log.
+It reads `job.json` in the folder and writes `result.json`. Everything that the ranks print goes to the program's
+output, which the benchmark redirects to a log file.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main() -> int:
 
     try:
         result = launch_job(call, plan.applied_to(resolved), plan, recipe_class.__qualname__)
-    except LaunchFailed as failed:  # the ranks have printed the reason, and the last line should be theirs
+    except LaunchFailed as failed:  # print nothing more: the ranks have printed the reason as the last line
         return failed.exit_code
     if result is None:
         return EXIT_STOPPED

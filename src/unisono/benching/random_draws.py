@@ -1,6 +1,6 @@
-"""Detects whether a dataset or a loss draws random numbers, in which case the hand-written loop must seed them.
+"""Detects whether a dataset or a loss draws random numbers, because the hand-written loop then has to set seeds.
 
-The loop seeds only then, because seeding takes time that a loop without augmentation or dropout would not spend.
+Otherwise the loop sets no seeds: this takes time that a loop without augmentation or dropout would not spend.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ PHASES = ("step_ms", "data_wait_ms", "comm_ms", "mfu")
 
 
 def measure(arguments: Mapping[str, Any], start: RankStart) -> dict[str, Any] | None:
-    """Measures one case on this rank, with all other ranks; returns the measurements; None if a signal stopped it."""
+    """Measures one case together with all other ranks; returns the measurements, or None if a signal stopped it."""
     recipe_class = load_recipe(arguments["recipe"])
     resolved = Resolved.from_json((Settings, recipe_class.Config), arguments["resolved"])
     trainers = list[MeasuredTrainer]()
@@ -42,9 +42,9 @@ def measure(arguments: Mapping[str, Any], start: RankStart) -> dict[str, Any] | 
 
 
 def phases(file: Path, warmup: int) -> dict[str, float]:
-    """The means of the phases of a step over the steps after the warm-up, from the records of metrics.jsonl.
+    """Averages the phases of a step over the steps after the warm-up, from the records of metrics.jsonl.
 
-    The phases do not include the time of the hand-written loop.
+    The averages do not include the time of the hand-written loop.
     """
     sums, steps, last = dict[str, float](), dict[str, int](), warmup
     for record in JsonLines(file):

@@ -13,7 +13,7 @@ from unisono.benching.spread import MedianInterval, Spread
 COMPARED = 10
 """Number of initial steps whose losses must agree; in later steps, rounding errors accumulate."""
 TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "bf16": 3e-2}
-"""Largest difference between losses to attribute to rounding, relative to the largest compared loss."""
+"""Largest difference between losses that counts as rounding, relative to the largest of the compared losses."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Overhead:
     hand_step_ms: Spread
     compared_steps: int
     loss_difference: float
-    """Largest relative difference of the losses of these steps."""
+    """Largest relative difference between the losses of the compared steps."""
     tolerance: float
 
     @property
@@ -46,7 +46,7 @@ class Row:
     device: str
     strategy: str
     threads: int
-    """Threads of torch per rank."""
+    """Number of CPU threads of torch per rank."""
     precision: str
     global_batch: int
     micro_batch: int
@@ -56,16 +56,16 @@ class Row:
     samples_per_s: Spread
     tokens_per_s: float | None
     items_per_s: float | None
-    """Items that the loss counts (such as tokens), if they are not samples."""
+    """Items per second that the loss counts, such as tokens; None if it counts samples."""
     efficiency: Spread | None
-    """Throughput per rank, relative to the smallest case; None for that case itself."""
+    """Throughput per rank, relative to the case with the fewest ranks; None for that case."""
     mfu: float | None
     why_no_mfu: str
     comm_share: float
-    """Fraction of a step in which a rank waits for others and computes nothing."""
+    """Fraction of a step in which a rank waits for other ranks and computes nothing."""
     data_wait_share: float
     memory_gib: float
-    """Peak memory of the rank that needs most: of tensors on a GPU, or of the process on the CPU."""
+    """Peak memory of the rank that needs the most: of its tensors on a GPU, or of its process on the CPU."""
     overhead: Overhead | None
     why_no_overhead: str
     rounds_ms: Sequence[float]
@@ -81,12 +81,12 @@ class Bench:
     command: str
     rows: Sequence[Row]
     folder: Path
-    """The folder of bench.json, bench.md and bench.svg."""
+    """The folder that contains bench.json, bench.md and bench.svg."""
     conditions: Mapping[str, Any]
     """Date, machine, versions, load and the options of the measurement."""
 
     def to_json(self) -> dict[str, Any]:
-        """The content of bench.json."""
+        """Returns the content of bench.json."""
         return {
             "kind": "bench",
             "recipe": self.recipe,
@@ -98,7 +98,7 @@ class Bench:
 
 
 def make_rows(measured: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """The rows of all cases, the smallest one first."""
+    """Returns the rows of all cases, beginning with the fewest ranks."""
     rows: list[Row] = []
     for each in measured:
         rows.append(_row(each, rows[0] if rows else None))
@@ -166,7 +166,7 @@ def _overhead(
 
 
 def loss_difference(losses: Sequence[float], others: Sequence[float]) -> float:
-    """The largest difference between two series of losses, relative to the largest loss; inf if one is not finite."""
+    """Returns the largest difference between two series of losses, relative to the largest loss; inf if not finite."""
     if len(losses) != len(others) or not all(map(math.isfinite, [*losses, *others])):
         return math.inf
     largest = max(map(abs, losses), default=0.0)

@@ -20,7 +20,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """The spread of at least one value."""
+        """Computes the spread of one or more values."""
         if len(values) < 2:
             return cls(values[0], values[0], values[0])
         low, _, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -38,10 +38,10 @@ class MedianInterval:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> MedianInterval:
-        """The interval between two of the sorted values, which needs no assumption about their distribution.
+        """Computes the interval from the sorted values, without assumptions about their distribution.
 
-        The number of values below the true median is binomial. With fewer than 6 values even the whole range has a
-        confidence of less than 95 %, which `confidence` states.
+        Both ends are values: the number of values below the true median is binomially distributed. With fewer than 6
+        values, even their whole range has a confidence below 95 %, which `confidence` states.
         """
         ordered, num = sorted(values), len(values)
         cut, tail = 0, 0.5**num  # probability that at most `cut` values are below the true median

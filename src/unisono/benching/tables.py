@@ -10,7 +10,7 @@ from unisono.formatting import format_number, format_rate
 
 
 def table_of(bench: Bench) -> tuple[list[str], list[list[str]]]:
-    """The headings and the cells of the table; columns without any number are left out."""
+    """Returns the headings and the cells of the table; leaves out columns without any number."""
     columns = {
         "ranks": [str(row.ranks) for row in bench.rows],
         "batch": [_batch(row) for row in bench.rows],
@@ -31,14 +31,14 @@ def table_of(bench: Bench) -> tuple[list[str], list[list[str]]]:
 
 
 def title_of(bench: Bench) -> str:
-    """The title of the table."""
+    """Returns the title of the table."""
     row = bench.rows[0]
     device = f"CPU, {row.threads} thread{'s' * (row.threads > 1)} per rank" if row.device == "CPU" else row.device
     return f"{bench.recipe} on {device}: {bench.scaling} scaling, {row.precision}"
 
 
 def notes_of(bench: Bench) -> list[str]:
-    """Notes for interpreting the numbers: how noisy they are, and what is missing and why."""
+    """Returns notes that help to interpret the numbers: how noisy they are, and what is missing and why."""
     rounds, steps = bench.conditions["rounds"], bench.conditions["steps"]
     notes = [
         f"ms/step: median [quartiles] of {rounds} rounds of {steps} steps."
@@ -69,7 +69,7 @@ def notes_of(bench: Bench) -> list[str]:
 
 
 def markdown_of(bench: Bench) -> str:
-    """The content of bench.md."""
+    """Returns the content of bench.md."""
     machine, versions = bench.conditions["machine"], bench.conditions["versions"]
     heads, rows = table_of(bench)
     return "\n".join(

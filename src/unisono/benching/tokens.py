@@ -1,4 +1,4 @@
-"""Counts the tokens of a batch, for recipes whose batches are in the usual form of language models."""
+"""Counts the tokens of a batch that has the usual form for language models."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def tokens_in(batch: Any) -> int | None:
-    """The number of tokens of a batch, without padding; None if it has no `input_ids` or `attention_mask`."""
+    """Returns the number of tokens of a batch without padding; None if it has no `input_ids` or `attention_mask`."""
     total: int | None = None
 
     def count(mapping: Any) -> None:

@@ -1,4 +1,4 @@
-"""Computes from sizes in bytes which blocks, and how many, have to be stored in host memory."""
+"""Computes how many and which blocks of a model have to be stored in host memory, from their sizes in bytes."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class BlocksOnHost:
-    """The blocks of a model that can be stored in host memory, and how many of them do."""
+    """The blocks of a model that can be stored in host memory, and how many of them are."""
 
     movable_bytes: Sequence[int]
-    """Bytes that each block takes on the device or on the host: its frozen weights, or, for blocks that are trained,
-    its weights, gradients, optimizer state and average."""
+    """Bytes that each block takes on the device or on the host: its frozen weights or, for blocks that are trained, its
+    weights, gradients, optimizer state and average."""
     num_slots: int
-    """Number of host blocks for which the device has room at any time: one computes while the next one is copied."""
+    """Number of host blocks that are on the device at the same time: one computes while the next one is copied."""
     num: int = 0
     """Number of blocks on the host."""
     slot_bytes: Sequence[int] | None = None
-    """Bytes of each block while it computes, if less than all of it is needed then: weights and gradients."""
+    """Bytes of each block on the device while it computes, if it needs only its weights and gradients there."""
 
     @property
     def is_trained(self) -> bool:
@@ -27,7 +27,7 @@ class BlocksOnHost:
 
     @property
     def chosen(self) -> list[int]:
-        """The numbers of the blocks on the host, which are evenly spaced.
+        """The indices of the blocks on the host, which are evenly spaced.
 
         The copy of a block overlaps with the computation of the blocks before it, back to the previous block on the
         host. If the blocks on the host were next to each other, a copy could overlap with only one block's computation.
@@ -41,14 +41,14 @@ class BlocksOnHost:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of all blocks on the device, including the slots, each for the largest block."""
+        """Bytes of all blocks on the device, plus the slots, each of which has room for the largest block."""
         sizes = self.movable_bytes if self.slot_bytes is None else self.slot_bytes
         largest = max((sizes[number] for number in self.chosen), default=0)
         return sum(self.movable_bytes) - self.host_bytes + min(self.num_slots, self.num) * largest
 
     @property
     def saved_bytes(self) -> int:
-        """Device memory that is saved; 0 or less if no more blocks are on the host than there are slots."""
+        """Device memory saved, in bytes; 0 or less if no more blocks are on the host than there are slots."""
         return sum(self.movable_bytes) - self.device_bytes
 
     def fewest(self, room: float) -> BlocksOnHost:

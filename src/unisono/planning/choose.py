@@ -25,7 +25,7 @@ class Demand:
 
     @property
     def total(self) -> int:
-        """The sum of all parts."""
+        """The sum of all parts in bytes."""
         return self.weights + self.gradients + self.optimizer + self.average
 
     @classmethod
@@ -56,7 +56,7 @@ def choose_strategy(*, ranks: int, demand: Demand, device_memory: int | None) ->
 def check_shard_size(shard_size: int | Literal["auto", "node", "all"], *, ranks: int, nodes: Sequence[int]) -> int:
     """Returns over how many ranks one copy of the weights is sharded; rejects a number that does not divide `ranks`.
 
-    `nodes` contains the number of each rank's machine; it is empty for one machine. auto counts as all ranks here.
+    `nodes` contains the index of each rank's machine, and is empty for a single machine. auto counts as all here.
     """
     if shard_size in ("auto", "all"):
         return ranks
@@ -88,9 +88,9 @@ def divisors(number: int) -> list[int]:
 def choose_shard_size(*, ranks: int, nodes: Sequence[int], demand: Demand, device_memory: int | None) -> int:
     """Returns the shard_size that `auto` chooses.
 
-    If there are several machines and one of them has room for a copy of the weights, that is the number of ranks per
-    machine. Weights are then gathered within a machine, and only gradients are sent between machines. Otherwise it is
-    the number of all ranks.
+    If there are several machines and a copy of the weights fits on one machine, it is the number of ranks per machine.
+    Weights are then gathered within a machine, and only gradients are sent between machines. Otherwise it is the number
+    of all ranks.
     """
     if len(set(nodes)) < 2 or device_memory is None:
         return ranks

@@ -1,7 +1,7 @@
 """Peak rates of GPUs, which correspond to a model FLOPs utilization (MFU) of 100 %.
 
-The numbers are the data sheets' rates of dense matrix products, in TFLOP/s. A GPU at its power limit sustains less. For
-instance, an H200 sustains 661 of its 989 TFLOP/s in bf16. `--peak_tflops` sets another peak rate.
+The numbers are the data sheets' rates of dense matrix products, in TFLOP/s. At its power limit, a GPU sustains less:
+an H200 sustained 661 of its 989 TFLOP/s in bf16. `--peak_tflops` sets another peak rate.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _RATES = {
     r"V100-PCIE.*": PeakRates(112, None, 14),
     r"T4": PeakRates(65, None, 8.1),
 }
-"""Rates by pattern of the GPU's name as the driver reports it, without the manufacturer."""
+"""Maps patterns of the GPU name that the driver reports, without the manufacturer, to rates."""
 
 
 def peak_flops(gpu: str, precision: str) -> float | None:

@@ -120,7 +120,7 @@ def linears(
 
 
 def is_frozen_linear(module: nn.Module) -> bool:
-    """Returns whether a module is a plain linear layer with a frozen weight. A subclass might read the weight itself."""
+    """Returns whether a module is a plain linear layer with a frozen weight; a subclass might read the weight."""
     if type(module) is not nn.Linear and type(module) is not _conv1d():
         return False
     weight = module.weight

@@ -1,1 +1,1 @@
-"""Predicts the GPU memory of a training step without a GPU, and chooses settings with which it fits."""
+"""Predicts the GPU memory of a training step without a GPU, and chooses settings for which it fits."""

@@ -1,4 +1,4 @@
-"""The GPU memory of a training step, divided into weights, gradients, optimizer state and activations."""
+"""The predicted GPU memory of a training step, by weights, gradients, optimizer state and activations."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ WORKSPACE = 32 * 2**20
 OUTSIDE_TORCH = 0.75 * GIB
 """Bytes that a process uses on a GPU outside of torch's allocator: the CUDA context, kernels, libraries."""
 USABLE = 0.95
-"""A run fits if its prediction is at most this fraction of the memory: fragmentation and errors need the rest."""
+"""A run fits if its predicted memory is at most this fraction of the GPU's: fragmentation and errors need the rest."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes per device at the moment of a step with the highest memory use."""
+    """Predicted bytes per device at the moment of a step when memory use is highest."""
 
     weights: int
-    gradients: int  # as far as they exist at that moment
+    gradients: int  # gradients that exist at that moment
     optimizer: int
     average: int
     activations: int  # of one micro-batch, with temporary results
@@ -38,5 +38,5 @@ class Estimate:
 
 
 def card_memory(gigabytes: float) -> float:
-    """The bytes that torch can allocate on a GPU with this much nominal memory."""
+    """Returns the bytes that torch can allocate on a GPU with this much nominal memory."""
     return max(gigabytes * GIB - OUTSIDE_TORCH, 0)

@@ -1,7 +1,7 @@
-"""Chooses settings with which a run fits into memory, beginning with those that slow it down least.
+"""Chooses settings for which a run fits into memory, beginning with the settings that slow it down least.
 
-Each rung adds settings to those of the rungs above it, until the predicted memory fits. A rung that would change
-anything that the user has set is skipped. To add a setting, add a rung.
+A ladder lists rungs; each rung adds settings to those of the rungs above it, until the predicted memory fits. A rung is
+skipped if it would change a setting that the user has chosen. To support another setting, add a rung.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ Flags = Mapping[str, Any]
 class Situation:
     """The properties of a run that determine which rungs it can use."""
 
-    fixed: Flags  # settings that may not change, and their values
+    fixed: Flags  # settings that must not change, with their values
     allows_lossy: bool
     micro_batch: int
     has_blocks: bool = True
     has_frozen_linears: bool = False  # frozen linear layers that base_precision can convert
-    is_recorded: bool = False  # cuda_graph: the recording excludes recomputation and block swap
+    is_recorded: bool = False  # cuda_graph is set, which is incompatible with recomputation and block swap
     may_swap: bool = True  # the strategy allows blocks_on_host
-    may_shard: bool = False  # there are several GPUs, and nothing excludes fsdp
+    may_shard: bool = False  # there are several GPUs, and no setting excludes fsdp
     may_offload: bool = False  # fsdp_cpu_offload is possible
-    optimizer: str = "adamw"  # "" if the recipe brings its own
+    optimizer: str = "adamw"  # name of the optimizer; "" if the recipe creates its own
     fewest_blocks: Callable[[Flags, float], int] = lambda flags, room: 0
-    """The smallest number of blocks on the host with which a run fits into `room` bytes, or all of them."""
+    """Returns the smallest number of blocks on the host for which a run fits into `room` bytes; all if none does."""
 
 
 @dataclass(frozen=True)
 class Rung:
-    """Settings to try next."""
+    """Settings to try next if the run does not fit yet."""
 
     candidates: Callable[[Situation, Flags, float], Iterable[Flags]]
-    """The settings, given those of the rungs above and the room in bytes; each is tried in turn."""
+    """Yields settings to try in turn, given the settings of the rungs above and the room in bytes."""
     applies: Callable[[Situation], bool] = lambda situation: True
-    is_lossy: bool = False  # the result changes beyond rounding
-    replaces: Collection[str] = ()  # settings of rungs above that it makes obsolete
+    is_lossy: bool = False  # whether the settings change the result by more than rounding
+    replaces: Collection[str] = ()  # settings of rungs above that this rung removes
 
 
 def _fixed(**flags: Any) -> Callable[[Situation, Flags, float], Iterable[Flags]]:
@@ -57,7 +57,7 @@ def _smaller(situation: Situation, above: Flags, room: float) -> Iterable[Flags]
 
 def _fewest(situation: Situation, above: Flags, room: float) -> Iterable[Flags]:
     before = 0
-    for part in (1.0, 0.95, 0.9, 0.0):  # the number is computed from an estimate without swapping, which is not exact
+    for part in (1.0, 0.95, 0.9, 0.0):  # try smaller targets too, because the estimate without swapping is not exact
         num = situation.fewest_blocks({**above, "blocks_on_host": 0}, part * room)
         if num > before:
             yield {"blocks_on_host": num}
@@ -93,9 +93,9 @@ NAMES = (
     *("micro_batch", "activation_checkpointing", "recompute_every", "base_precision", "blocks_on_host", "strategy"),
     *("optimizer", "fsdp_cpu_offload"),
 )
-"""The settings that the rungs set."""
+"""All settings that the rungs change."""
 LOSSY = ("base_precision", "optimizer")
-"""Those that change the result beyond rounding."""
+"""Settings that change the result by more than rounding."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Choice:
     estimate: Estimate
     unchanged: Estimate  # without these settings
     room: float
-    lossy: Collection[str] = field(default_factory=tuple)  # settings that change the result beyond rounding
+    lossy: Collection[str] = field(default_factory=tuple)  # settings that change the result by more than rounding
 
     @property
     def fits(self) -> bool:
@@ -115,19 +115,20 @@ class Choice:
 
     @property
     def command(self) -> str:
-        """The settings as flags."""
+        """The settings as command-line flags."""
         return command(self.flags)
 
 
 def command(flags: Flags) -> str:
-    """Settings as flags of the command line."""
+    """Formats settings as command-line flags."""
     return " ".join(f"--{name}" if value is True else f"--{name} {value}" for name, value in flags.items())
 
 
 def choose(situation: Situation, room: float, estimate: Callable[[Flags], Estimate]) -> Choice:
     """Tries the rungs in order until the `estimate` for their settings fits into `room` bytes.
 
-    Also tries it without the first rung: several micro-batches per step need memory for the gradients of earlier ones.
+    Also tries the ladder without its first rung (a smaller micro-batch), because several micro-batches per step need
+    memory for the gradients of earlier micro-batches.
     """
     choice = _descend(LADDER, situation, room, estimate)
     if "micro_batch" not in choice.flags or (choice.fits and not choice.lossy):

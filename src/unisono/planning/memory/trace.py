@@ -1,13 +1,13 @@
 """Measures the memory and the work of a forward and backward pass without computing it.
 
-The passes run on fake tensors, which have a shape and a type but no memory. A dispatch mode sees every tensor that an
-operation creates, and learns when autograd and Python have dropped the last reference to it. That includes what custom
-autograd functions save and what activation checkpointing recomputes. Code that torch.compile would fuse runs eagerly
-here, so temporary tensors inside of a compiled block count although they would not exist.
+The passes run on fake tensors, which have a shape and a dtype but no memory. A dispatch mode sees every tensor that an
+operation creates, and is notified when autograd and Python have dropped the last reference to it. This includes tensors
+that custom autograd functions save and tensors that activation checkpointing recomputes. Code that torch.compile would
+fuse runs eagerly here, so temporary tensors inside a compiled block are counted although they would not exist.
 
-Fake tensors are on the CPU: a torch build without CUDA has no autograd for tensors on a fake GPU. Where torch
-decides by device, the decision of a GPU is substituted: fused attention, and the operations that autocast keeps in
-float32.
+Fake tensors are on the CPU, because a torch build without CUDA has no autograd for tensors on a fake GPU. Where torch
+behaves differently on a GPU, the GPU's behaviour is substituted: fused attention, and the operations that autocast
+computes in float32.
 """
 
 from __future__ import annotations
@@ -30,46 +30,46 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from unisono.formatting import describe_exception
 from unisono.planning.speed.work import Work
 
-_BLOCK = 512  # bytes: the allocator rounds up to it
+_BLOCK = 512  # the allocator rounds sizes up to a multiple of this many bytes
 _FLOAT32_ON_GPU = ("layer_norm", "group_norm", "softmax", "log_softmax", "cross_entropy", "nll_loss", "mse_loss")
 """Functions that autocast computes in float32 on a GPU but not on the CPU."""
 
 
 class CannotTrace(Exception):
-    """A model cannot run on fake tensors, for instance because its control flow depends on the value of a tensor."""
+    """Raised if a model cannot run on fake tensors, for instance because control flow depends on a tensor's value."""
 
 
 @dataclass(frozen=True)
 class Moment:
-    """The memory at one moment of a forward and backward pass, in bytes, without weights."""
+    """Memory use at one moment of a forward and backward pass, in bytes, without weights."""
 
     activations: int  # everything but gradients: the batch, stored and temporary results
-    gradients: int  # of the weights, as far as they exist at that moment
+    gradients: int  # gradients of weights that exist at that moment
 
 
 @dataclass(frozen=True)
 class Trace:
-    """The moments of a forward and backward pass that are candidates for the peak of memory use."""
+    """The moments of a forward and backward pass at which memory use may reach its peak."""
 
     moments: Sequence[Moment]
-    gradients: int  # of all weights, at the end
+    gradients: int  # gradients of all weights at the end
     work: Work = field(default_factory=Work)
 
     def fullest(self, *, existing: float = 0, share: float = 1) -> Moment:
-        """The moment that needs most memory.
+        """Returns the moment that needs the most memory.
 
-        `existing`: bytes of gradients that exist already when the pass begins. `share`: the fraction of new gradients
-        that stays on the device.
+        `existing`: bytes of gradients that exist before the pass begins. `share`: fraction of the new gradients that
+        stays on the device.
         """
         moments = (Moment(each.activations, int(existing + share * each.gradients)) for each in self.moments)
         return max(moments, key=lambda moment: moment.activations + moment.gradients)
 
 
 def extended(short: Trace, longer: Trace, periods: float) -> Trace:
-    """The trace of a model that continues `longer` as `longer` continues `short`, `periods` more times.
+    """Extrapolates from the traces of two models: adds the difference of `longer` and `short` `periods` more times.
 
-    Each further block adds the results that it stores until the backward pass has reached it, and its gradients after
-    that. The moments between are never fuller than both ends.
+    Each further block adds the results that it stores until the backward pass reaches it, and its gradients after that.
+    No moment in between needs more memory than the fuller one of both ends.
     """
     stored = _most_activations(longer) - _most_activations(short)
     gradients = longer.gradients - short.gradients
@@ -84,14 +84,14 @@ def _most_activations(trace: Trace) -> int:
 
 
 class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Follows the memory of all tensors that operations create, except views of the weights."""
+    """Tracks the memory of all tensors that operations create, except views of the weights."""
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._sizes = {weight.untyped_storage()._cdata: 0 for weight in weights}
         self._activations = self.gradients = 0
         self._gradients: set[int] = set()
-        self._fullest: dict[int, int] = {}  # bytes of gradients -> most bytes of activations
+        self._fullest: dict[int, int] = {}  # bytes of gradients -> maximum bytes of activations at the same time
         self.work = Work()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -134,7 +134,7 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._fullest[self.gradients] = max(self._activations, self._fullest.get(self.gradients, 0))
 
     def moments(self) -> list[Moment]:
-        """The moments that no other moment exceeds in both activations and gradients."""
+        """Returns the moments that no other moment exceeds in both activations and gradients."""
         moments: list[Moment] = []
         for gradients, activations in sorted(self._fullest.items(), reverse=True):
             if not moments or activations > moments[-1].activations:
@@ -145,9 +145,9 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def trace_step(
     model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], batch: Any, compute_type: torch.dtype | None
 ) -> Trace:
-    """Traces loss(model, batch) and its backward pass; `compute_type` is the type of mixed precision.
+    """Traces loss(model, batch) and its backward pass; `compute_type` is the dtype of mixed precision.
 
-    Makes the model's tensors fake: it cannot be used for anything else afterwards. Raises CannotTrace.
+    Makes the model's tensors fake, so the model cannot be used afterwards. Raises CannotTrace if any operation fails.
     """
     try:
         with _pretending(), FakeTensorMode(allow_non_fake_inputs=True):
@@ -162,7 +162,7 @@ def trace_step(
                     total = loss(model, fake_batch)
                 total.backward()  # type: ignore[no-untyped-call]
             return Trace(ledger.moments(), ledger.gradients, ledger.work)
-    except Exception as error:  # any model, any operation: a prediction must never end a run
+    except Exception as error:  # any operation of any model may fail, and a prediction must never end a run
         raise CannotTrace(describe_exception(error)) from error
 
 
@@ -171,7 +171,7 @@ def _fake(tensor: Tensor) -> Tensor:
 
 
 def _fake_weights(model: nn.Module) -> list[Tensor]:
-    """Replaces all weights and buffers by fake ones; a shared weight stays shared."""
+    """Replaces all weights and buffers with fake tensors; a shared weight stays shared."""
     replaced: dict[Tensor, Tensor] = {}
     for module in model.modules():
         tensors: Any
@@ -189,7 +189,7 @@ def _fake_weights(model: nn.Module) -> list[Tensor]:
 
 @contextmanager
 def _pretending() -> Iterator[None]:
-    """A context in which functions that differ between CPU and GPU behave as on a GPU."""
+    """Makes functions that differ between CPU and GPU behave as on a GPU inside the `with` block."""
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
@@ -201,7 +201,7 @@ def _pretending() -> Iterator[None]:
 
 
 def _attention(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Fused attention, which stores its result and a number per query instead of all scores."""
+    """Returns a version of `own` that uses fused attention, which stores one number per query instead of all scores."""
 
     def attend(query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
         if query.ndim != 4 or query.dtype == torch.float64 or query.shape[1] != key.shape[1]:

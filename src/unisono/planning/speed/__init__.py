@@ -1,1 +1,1 @@
-"""Predicts the time of a training step on GPUs that need not be there."""
+"""Predicts the time of a training step on GPUs that this machine need not have."""

@@ -1,4 +1,4 @@
-"""Times of collectives by the alpha-beta model: a latency for each message, and a time for each byte.
+"""Predicts the time of collectives by the alpha-beta model: a latency per message, and a time per byte.
 
 NCCL and gloo move large tensors in rings. In a ring of n ranks, an all-gather or a reduce-scatter of S bytes sends
 S · (n - 1) / n bytes through each link in n - 1 messages, and an all-reduce twice that.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from unisono.planning.speed.gpus import LINK, Cluster
 
 _LATENCY = 6e-6  # seconds per message within a machine
-_NETWORK_LATENCY = 20e-6  # between machines
+_NETWORK_LATENCY = 20e-6  # seconds per message between machines
 
 
 @dataclass(frozen=True)
@@ -23,22 +23,22 @@ class Ring:
     latency: float = _LATENCY
 
     def gather(self, num_bytes: float) -> float:
-        """Seconds of an all-gather or a reduce-scatter; `num_bytes` is the size of the whole tensor."""
+        """Returns the seconds of an all-gather or a reduce-scatter; `num_bytes` is the size of the whole tensor."""
         if self.ranks == 1:
             return 0.0
         return (self.ranks - 1) * (self.latency + num_bytes / self.ranks / self.bandwidth)
 
     def all_reduce(self, num_bytes: float) -> float:
-        """Seconds of an all-reduce of a tensor."""
+        """Returns the seconds of an all-reduce of a tensor."""
         return 2 * self.gather(num_bytes)
 
     def all_to_all(self, num_bytes: float) -> float:
-        """Seconds in which each rank exchanges its tensor of `num_bytes` with all others."""
+        """Returns the seconds of an all-to-all, in which each rank exchanges `num_bytes` with all other ranks."""
         return self.gather(num_bytes) if self.ranks > 1 else 0.0
 
 
 def ring_of_all(cluster: Cluster) -> Ring:
-    """All ranks. With several machines, the ring passes through every machine once per adapter."""
+    """Returns the ring of all ranks, which passes through every machine once per network adapter."""
     link = LINK * cluster.gpu.link
     if cluster.nodes == 1:
         return Ring(cluster.ranks, link)
@@ -46,14 +46,14 @@ def ring_of_all(cluster: Cluster) -> Ring:
 
 
 def ring_within(cluster: Cluster, ranks: int) -> Ring:
-    """`ranks` consecutive ranks; within a machine if they fit into one."""
+    """Returns the ring of `ranks` consecutive ranks, which is within a machine if they fit into one."""
     if ranks <= cluster.gpus_per_node:
         return Ring(ranks, LINK * cluster.gpu.link)
     return Ring(ranks, min(LINK * cluster.gpu.link, LINK * cluster.network), _NETWORK_LATENCY)
 
 
 def ring_between(cluster: Cluster, shard_size: int) -> Ring:
-    """One rank of each group of `shard_size` ranks; the groups of a machine share its network adapters."""
+    """Returns the ring of one rank per group of `shard_size` ranks; a machine's rings share its network adapters."""
     copies = cluster.ranks // shard_size
     if cluster.nodes == 1:
         return Ring(copies, LINK * cluster.gpu.link)

@@ -1,6 +1,6 @@
-"""A catalogue of GPUs: memory, rates and links, for predictions of runs on GPUs that are elsewhere.
+"""A catalogue of GPUs with memory, rates and links, for predicting runs on GPUs that this machine need not have.
 
-Memory, bandwidths and links are those of the data sheets. `SUSTAINED` and `ATTENTION` are the fractions of the data
+Memory, bandwidths and links are taken from data sheets. `SUSTAINED` and `ATTENTION` are the fractions of the data
 sheet's rate that long runs reach; they were measured on an H200 and are assumed for all other GPUs.
 """
 
@@ -22,28 +22,28 @@ BANDWIDTH = 0.85
 LINK = 0.8
 """Fraction of the bandwidth of links that collectives and copies reach."""
 _NVLINK_NETWORK = 50e9  # bytes/s per GPU: one 400 Gbit/s adapter each
-_PCIE_NETWORK = 12.5e9  # bytes/s per machine: one adapter of 100 Gbit/s
+_PCIE_NETWORK = 12.5e9  # bytes/s per machine: one 100 Gbit/s adapter
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One kind of GPU, with the links of the machines it is usually in. Bandwidths are in bytes/s and one direction."""
+    """A GPU model, with the links of a typical machine. Bandwidths are in bytes/s and per direction."""
 
     name: str
-    driver_name: str  # as in planning/peak_rates.py
+    driver_name: str  # name by which planning/peak_rates.py looks up the GPU
     memory_gb: float
     memory_bandwidth: float
-    link: float  # between the GPUs of a machine, per GPU
-    host_link: float  # between host memory and a GPU
+    link: float  # bandwidth between the GPUs of a machine, per GPU
+    host_link: float  # bandwidth between host memory and a GPU
     has_nvlink: bool = False
 
     @property
     def series(self) -> str:
-        """The name without the size of the memory."""
+        """The name without the memory size."""
         return self.name.rpartition("-")[0]
 
     def rate(self, kind: str) -> float:
-        """The sustained rate of matrix products in FLOP/s for fp8, bf16, tf32 or fp32; fp8 falls back to bf16."""
+        """Returns the sustained rate of matrix products in FLOP/s. `kind` is fp8 (or else bf16), bf16, tf32 or fp32."""
         peak = peak_flops(self.driver_name, kind) or peak_flops(self.driver_name, "bf16" if kind == "fp8" else "fp32")
         assert peak is not None
         return SUSTAINED * peak
@@ -55,7 +55,7 @@ class Gpu:
 
     @property
     def has_fp8(self) -> bool:
-        """Whether it multiplies fp8 numbers."""
+        """Whether the GPU has fp8 matrix units."""
         return peak_flops(self.driver_name, "fp8") is not None
 
 
@@ -93,12 +93,12 @@ _GPUS = (
 )
 NAMES = tuple(gpu.name for gpu in _GPUS)
 _USABLE_GB = {"H200-141GB": 139.7, "H100-80GB": 79.1, "A100-80GB": 79.2, "A100-40GB": 39.4, "B200-180GB": 178.3}
-"""GiB that a driver reports, where they are known; otherwise the number on the box counts as GiB."""
+"""Memory in GiB that the driver reports, where known. For other GPUs, the nominal size counts as GiB."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Equal machines with equal GPUs."""
+    """Identical machines with identical GPUs."""
 
     gpu: Gpu
     gpus_per_node: int
@@ -112,7 +112,7 @@ class Cluster:
 
     @property
     def memory_gb(self) -> float:
-        """GiB of memory of one GPU."""
+        """Memory of one GPU in GiB."""
         return _USABLE_GB.get(self.gpu.name, self.gpu.memory_gb)
 
     def __str__(self) -> str:
@@ -121,7 +121,7 @@ class Cluster:
 
 
 def parse_cluster(text: str, nodes: int = 1, network_gbit: float | None = None) -> Cluster:
-    """Parses `8xH100-80GB`; a name without its memory is accepted if it is unique or stands for the larger card."""
+    """Parses text such as `8xH100-80GB`; a name without a memory size means the card with the most memory."""
     match = re.fullmatch(r"(?:(\d+)\s*[x×*]\s*)?(.+)", text.strip(), re.IGNORECASE)
     count, name = (int(match[1] or 1), match[2]) if match else (1, text)
     if count < 1 or nodes < 1:
@@ -141,7 +141,7 @@ def _find(name: str) -> Gpu:
         if wanted in (_plain(gpu.name), _plain(gpu.name).removesuffix("gb"), _plain(gpu.series)):
             return gpu
     sized = re.fullmatch(r"(.+?)[-_ ](\d+(?:\.\d+)?)\s*gb", name.strip(), re.IGNORECASE)
-    for gpu in _GPUS if sized else ():  # a card with another memory, such as H100-94GB
+    for gpu in _GPUS if sized else ():  # a known card with another memory size, such as H100-94GB
         if sized and _plain(sized[1]) == _plain(gpu.series):
             return replace(gpu, name=f"{gpu.series}-{sized[2]}GB", memory_gb=float(sized[2]))
     names = {_plain(known): known for known in (*NAMES, *(gpu.series for gpu in _GPUS))}

@@ -1,4 +1,4 @@
-"""Predicts the time of an optimizer step from its work, its traffic and the rates of a GPU."""
+"""Predicts the time of an optimizer step from its operations, its communication and the rates of a GPU."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from unisono.planning.speed.gpus import BANDWIDTH, LINK, Gpu
 from unisono.planning.speed.work import Work
 
 FUSED = 0.32
-"""Fraction of the bytes of separate elementwise operations that compiled blocks move; measured on Wan on an H200."""
+"""Bytes that compiled blocks move, as a fraction of those of separate elementwise operations; measured on Wan, H200."""
 _LAUNCH_S = 8.5e-6
-"""Seconds in which Python, autograd and the driver launch one kernel; measured on the host of an H200."""
+"""Seconds that Python, autograd and the driver take to launch one kernel; measured on the host of an H200."""
 _FUSED_LAUNCHES = 0.9
-"""Fraction of the launches that remains if blocks are compiled; measured on a small transformer."""
-_BACKWARD = 2 / 3  # part of the computation
-_HIDDEN = 0.9  # part of a computation behind which communication can hide
+"""Fraction of kernel launches that remain if blocks are compiled; measured on a small transformer."""
+_BACKWARD = 2 / 3  # fraction of the computation time that the backward pass takes
+_HIDDEN = 0.9  # fraction of the computation time that communication can overlap with
 
 
 @dataclass(frozen=True)
 class Traffic:
     """Communication time of a step in seconds, before any overlap with computation."""
 
-    per_micro_batch: float = 0.0  # gathers and reductions that each micro-batch repeats
-    per_step: float = 0.0  # reductions after the last micro-batch's backward pass, which they overlap with
-    exposed: float = 0.0  # what nothing overlaps with, per micro-batch
-    tail: float = 0.0  # the last bucket or block of a step, which nothing hides
+    per_micro_batch: float = 0.0  # gathers and reductions in each micro-batch
+    per_step: float = 0.0  # reductions once per step, which overlap with the last micro-batch's backward pass
+    exposed: float = 0.0  # communication in each micro-batch that cannot overlap with computation
+    tail: float = 0.0  # communication of the last bucket or block of a step, which cannot overlap with computation
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class StepTime:
     products: float
     attention: float
     elementwise: float
-    launches: float  # what the GPU waits for the host
-    communication: float  # as far as computation does not hide it
-    copies: float  # between host memory and the GPU, as far as computation does not hide them
+    launches: float  # time in which the GPU waits for the host to launch kernels
+    communication: float  # communication that does not overlap with computation
+    copies: float  # copies between host memory and the GPU that do not overlap with computation
     update: float
 
     @property
@@ -46,7 +46,7 @@ class StepTime:
 
     @property
     def bottleneck(self) -> str:
-        """What limits the speed, in words: the host if the GPU waits for it, otherwise what takes most of the time."""
+        """What limits the speed: kernel launches if the GPU waits for the host, otherwise the longest part."""
         if self.launches > 0:
             return "kernel launches"
         names = {
@@ -62,13 +62,13 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Micro:
-    """How a rank computes one micro-batch."""
+    """Describes how a rank computes one micro-batch."""
 
     work: Work
     compiled: bool
-    recorded: bool = False  # as a CUDA graph
+    recorded: bool = False  # whether the step is recorded as a CUDA graph
     tf32: bool = False
-    copied_bytes: float = 0.0  # from host memory and back, while computing
+    copied_bytes: float = 0.0  # bytes copied from and to host memory while computing
 
 
 def step_time(
@@ -80,9 +80,10 @@ def step_time(
     update_bytes: float,
     update_copies: float = 0.0,
 ) -> StepTime:
-    """The time of a step of `num_micro_batches` equal micro-batches.
+    """Predicts the time of a step of `num_micro_batches` equal micro-batches.
 
-    `update_bytes`: what the optimizer moves in GPU memory; `update_copies`: what it moves between host and GPU.
+    `update_bytes`: bytes that the optimizer moves in GPU memory. `update_copies`: bytes that it moves between host and
+    GPU.
     """
     work, rate = micro.work, gpu.rate
     products = sum(

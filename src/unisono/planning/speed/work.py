@@ -1,4 +1,4 @@
-"""Counts what the operations of a training step compute and move, as a basis for predicting its time."""
+"""Counts the floating-point operations and bytes of a training step, as a basis for predicting its time."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _NO_KERNEL = {
     "lift_fresh",
 }
 _PRODUCTS = {torch.float8_e4m3fn: "fp8", torch.int8: "fp8", torch.bfloat16: "bf16", torch.float16: "bf16"}
-"""The rate at which a GPU multiplies numbers of a type; all others run at that of float32 (or tf32)."""
+"""Maps dtypes to the rate at which a GPU multiplies them; all other dtypes run at the rate of float32 (or tf32)."""
 
 
 @dataclass
 class Work:
-    """What the kernels of a step do, summed over the step."""
+    """The work of all kernels of a step."""
 
     products: Counter[str] = field(default_factory=Counter)
     """Floating-point operations of matrix products and convolutions, by rate: fp8, bf16, fp32."""
@@ -36,9 +36,9 @@ class Work:
     product_bytes: float = 0.0
     """Bytes that matrix products and attention read and write."""
     other_bytes: float = 0.0
-    """Bytes that all other kernels read and write, each operation by itself."""
+    """Bytes that all other kernels read and write if no operations are fused."""
     attended_bytes: float = 0.0
-    """Bytes of queries, keys, values and results of fused attention, which context parallel exchanges."""
+    """Bytes of queries, keys, values and results of fused attention, which context parallelism exchanges."""
     launches: float = 0.0
     """Number of kernels."""
 
@@ -53,7 +53,7 @@ class Work:
         return Work(products, *(factor * getattr(self, name) for name in _NUMBERS))
 
     def minus(self, other: Work) -> Work:
-        """The work that this one has in addition to another; never negative."""
+        """Returns the difference between this work and another; negative differences count as 0."""
         products = Counter({rate: max(flops - other.products[rate], 0) for rate, flops in self.products.items()})
         return Work(products, *(max(getattr(self, name) - getattr(other, name), 0) for name in _NUMBERS))
 
@@ -63,7 +63,7 @@ class Work:
         return float(sum(self.products.values()) + self.attention)
 
     def add(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Adds an operation of ATen."""
+        """Adds the work of an ATen operation."""
         packet = getattr(function, "_overloadpacket", None)
         name = getattr(packet, "__name__", "")
         if getattr(function, "is_view", False) or name in _NO_KERNEL:
