@@ -1,6 +1,6 @@
 """Writes trained models as folders for transformers and sentence-transformers.
 
-The file format is that of sentence-transformers 2, which newer versions also read. A LoRA is merged into the weights
+The files have the format of sentence-transformers 2, which newer versions also read. A LoRA is merged into the weights
 and also written separately.
 """
 

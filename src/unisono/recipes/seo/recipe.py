@@ -52,7 +52,7 @@ class Seo(Recipe):
     aliases: ClassVar[Mapping[str, str]] = settings.ALIASES
     fixed: ClassVar[Sequence[str]] = (
         *("task", "model_name", "method", "pooling", "label", "write"),
-        # If the data changed on resume, pages that were trained on could be reported as held out.
+        # These must not change on resume: pages that were trained on could otherwise be reported as held out.
         *("data_path", "eval_data_path", "num_eval", "num_candidates", "hard_candidates", "rerank"),
         *("max_length", "query_length", "target_length", "num_negatives"),  # the content of a sample
         *("lora_rank", "lora_alpha", "lora_targets"),
@@ -143,7 +143,7 @@ class Seo(Recipe):
     def model(self) -> nn.Module:
         """Builds the task's model."""
         model, remark = self.task.model(), None
-        if self.global_batch:  # set only for training, not for export
+        if self.global_batch:  # only set for training, not for export
             self.task.get_ready(model, flash_attention=self.flash_attention)
             remark = self.task.start_remark(self.global_batch)
         self.remarks = [*self.task.remarks, *([remark] if remark else []), *self._length_remarks]
@@ -163,7 +163,7 @@ class Seo(Recipe):
         from unisono.recipes.seo.models.tiny import TINY
 
         name = self.config.model_name
-        if not self.config.lora_rank or name == TINY or self.prepared is None:  # checkpoints contain all weights
+        if not self.config.lora_rank or name == TINY or self.prepared is None:  # all weights are in the checkpoints
             return None
         base = LoraBase(self.prepared, [place_of(name)], self.base_precision)
         base.check(f"model_name {name}")

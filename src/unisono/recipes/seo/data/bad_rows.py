@@ -1,4 +1,4 @@
-"""Handles unusable rows: the first one is an error; with --leave_out_bad, all are skipped and counted."""
+"""Handles unusable rows: the first one raises an error; with --leave_out_bad, all are skipped and counted."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from unisono.recipes.common.bad_files import first_few
 from unisono.recipes.common.tree import one_line
 
 Remark = Callable[[str], None]
-"""A function that shows a line to the user."""
+"""A function that prints a line for the user."""
 
 _NUM_EXAMPLES = 4  # one more than a message lists, so that it can end with "and others"
 
@@ -20,7 +20,7 @@ def no_remark(text: str) -> None:
 
 
 class BadRows:
-    """Collects the unusable rows of a file, or raises at the first one."""
+    """Collects the unusable rows of a file, or raises ConfigError at the first one."""
 
     def __init__(self, leave_out: bool) -> None:
         self._leave_out = leave_out

@@ -21,7 +21,7 @@ DONE, TOKENS, STARTS = "texts.json", "tokens.npy", "starts.npy"
 
 BLOCK_TEXTS = 8192
 BLOCK_CHARACTERS = 2**24
-"""Size limits of a block; the texts of one block are in memory at once."""
+"""Limits of a block, whose texts are in memory at the same time."""
 
 
 class Facts(NamedTuple):
@@ -77,7 +77,7 @@ def join(folder: Path, num_blocks: int) -> None:
     if facts_of(folder) is None:
         try:
             _join(folder, num_blocks)
-        except FileNotFoundError:  # another run that uses this folder has removed the blocks
+        except FileNotFoundError:  # another run that uses this folder has removed the block
             if facts_of(folder) is None:
                 raise UserError(f"{folder}: blocks are missing; start again to create them") from None
         except OSError as error:

@@ -61,7 +61,7 @@ def read_labelled(
             line_numbers.append(row.line)
     words = [index for index, label in enumerate(labels) if isinstance(label, str)]
     if kind == "number" or (kind == "auto" and len(words) * 2 < len(labels)):
-        for index in words:  # the column contains numbers and a few other entries
+        for index in words:  # the column contains numbers, and a few other entries that are reported as bad rows
             problem = f"its label is {shown(labels[index])}, expected a number (--label class accepts words)"
             bad.add(f"{file}, line {line_numbers[index]}", problem)
         usable = sorted(set(range(len(labels))) - set(words))

@@ -34,8 +34,8 @@ _BOMS = {codecs.BOM_UTF8: "utf-8", codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_
 _DECLARED = re.compile(rb"""<meta[^>]{0,500}?charset\s*=\s*["']?\s*([\w.:-]{2,40})""", re.IGNORECASE)
 _XML_DECLARED = re.compile(rb"""^\s*<\?xml[^>]{0,200}?encoding\s*=\s*["']([\w.:-]{2,40})""", re.IGNORECASE)
 _DECLARED_WITHIN = 4096  # browsers look for the declaration in the first 1,024 bytes
-# Encodings that browsers use instead of the declared one (WHATWG's table of labels). A declaration of UTF-16 that is
-# readable as ASCII must be wrong.
+# Encodings that browsers use instead of the declared one (WHATWG's table of labels). If a declaration of UTF-16 can be
+# read as ASCII, it must be wrong.
 _MEANS = {"iso8859-1": "cp1252", "ascii": "cp1252", "utf-16": "utf-8", "utf-16-le": "utf-8", "utf-16-be": "utf-8"}
 _NO_TEXT_CODECS = ("utf-7", "idna", "punycode", "undefined", "unicode_escape", "raw_unicode_escape", "mbcs", "oem")
 
@@ -99,7 +99,7 @@ def parse_page(html: bytes | str, name: str, look: Callable[[Element], None] | N
         html, encoding = _decoded(html, problems)
     if len(_CONTROL.findall(html)) > len(html) // 100:
         return Page(name, encoding=encoding, problems=[*problems, "not HTML: it is not text"])
-    # Replaces lone surrogates, which parsers and tokenizers cannot encode.
+    # Replace lone surrogates, which parsers and tokenizers cannot encode.
     html = _CONTROL.sub("", html).encode("utf-8", "replace").decode()
     if not html.strip():
         return Page(name, encoding=encoding, problems=[*problems, "empty"])
@@ -144,7 +144,7 @@ def _over_attributes(html: str) -> bool:
 
 
 def _decoded(content: bytes, problems: list[str]) -> tuple[str, str]:
-    """Returns the text and its encoding, chosen by byte order mark, by declaration, or by trial."""
+    """Decodes a page; returns the text and its encoding, found by byte order mark, by declaration, or by trial."""
     for bom, encoding in _BOMS.items():
         if content.startswith(bom):
             return _replaced(content[len(bom) :], encoding, problems), encoding
@@ -188,7 +188,7 @@ def _tree(html: str, problems: list[str]) -> Element | None:
     from lxml import etree
     from lxml.html import HTMLParser
 
-    # Passes bytes, because lxml rejects text that begins with an XML declaration.
+    # Pass bytes, because lxml rejects text that begins with an XML declaration.
     parser = HTMLParser(
         encoding="utf-8", remove_comments=True, remove_pis=True, no_network=True, huge_tree=True, recover=True
     )

@@ -1,8 +1,8 @@
 """The token cache: texts are tokenized once, into files that are mapped into memory.
 
 The name of a cache folder contains a digest of everything the tokens depend on: texts, tokenizer and length limit. The
-processes write it in blocks, each atomically, so an interrupted run continues where it stopped. The blocks are then
-joined into one file, and `texts.json` is written last. Two runs that fill the same folder write the same bytes.
+processes write the tokens in blocks, each atomically, so an interrupted run continues where it stopped. The blocks are
+then joined into one file, and `texts.json` is written last. Two runs that fill the same folder write the same bytes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PROGRESS_EVERY_S = 5.0
 
 
 class Texts(Sequence["NDArray[np.int32]"]):
-    """The tokens of each text, by its number; loader workers share the memory."""
+    """The tokens of each text, by text number; loader workers share the memory."""
 
     def __init__(self, folder: Path, tokens: NDArray[np.int32], starts: NDArray[np.int64], num_cut: int) -> None:
         self._folder, self._tokens, self._starts = folder, tokens, starts
@@ -44,7 +44,7 @@ class Texts(Sequence["NDArray[np.int32]"]):
         if not -len(self) <= index < len(self):
             raise IndexError(index)
         index = int(index) % len(self)
-        # Returns a copy, so that no caller holds a memory map of a deleted file.
+        # Return a copy, so that no caller holds a memory map of a deleted file.
         return np.array(self._tokens[self._starts[index] : self._starts[index + 1]])
 
     @cached_property
@@ -86,7 +86,7 @@ def fill_texts(
 
 
 def open_texts(folder: Path) -> Texts:
-    """Opens the tokens in a folder that fill_texts returned, or in its parent if that has only one."""
+    """Opens the tokens in a folder that fill_texts returned, or in its parent folder if that contains only one."""
     place = folder
     if not (folder / DONE).is_file():
         whole = [each for each in sorted(folder.glob("tokens-*")) if facts_of(each)]
@@ -119,7 +119,7 @@ def _fill(
     for number, block in blocks_of(texts()):
         if number not in mine or (place / block_name(number)).is_file():
             continue
-        if work.stopping or facts_of(place):  # another run has completed it
+        if work.stopping or facts_of(place):  # the run is to stop, or another run has completed the folder
             break
         before = getattr(tokenize, "num_cut", 0)
         rows = tokenize(block)

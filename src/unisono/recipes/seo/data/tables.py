@@ -53,7 +53,7 @@ def text_in(value: Any) -> str | None:
 
 
 def no_text(value: Any) -> str:
-    """Returns the reason why text_in() returned None: "is empty", or "is 12345, not text; …"."""
+    """Says why text_in() returned None: "is empty", or "is 12345, not text; …"."""
     if value is None or isinstance(value, str):
         return "is empty"
     hint = "; write it in quotes" if isinstance(value, int | float) else ""
@@ -63,11 +63,11 @@ def no_text(value: Any) -> str:
 def _csv(path: Path, needed: Sequence[Sequence[str]], bad: BadRows) -> Iterator[Row]:
     lines = (line for _, line in lines_of(path))
     header, delimiter = _header(next(lines, ""), needed, path)
-    # strict, or a quote that is never closed would silently swallow the rest of the file
+    # strict=True, because otherwise a quote that is never closed would silently swallow the rest of the file.
     reader = csv.reader(lines, delimiter=delimiter, strict=True)
     while True:
         begins = reader.line_num + 2
-        # The default of 128 Ki is too short for pages. The limit is global, so it is restored.
+        # The default limit of 128 Ki characters is too low for pages. The limit is global, so restore it afterwards.
         usual = csv.field_size_limit(_LONGEST_FIELD)
         try:
             fields = next(reader)

@@ -10,7 +10,7 @@ _VERSION = 1
 
 
 def whole_text(text: str) -> str:
-    """Replaces lone surrogates, which JSON may contain but no tokenizer accepts."""
+    """Returns a text without lone surrogates, which JSON may contain but no tokenizer accepts."""
     return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 

@@ -23,7 +23,7 @@ __all__ = ["AdvancedLLMSEOEngine", "SEOConfig"]
 
 
 def __getattr__(name: str) -> Any:
-    # Imports on first use, so that a config can be written and read without importing torch.
+    # Import on first use, so that a config can be written and read without importing torch.
     if name != "AdvancedLLMSEOEngine":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from unisono.recipes.seo.front.engine import AdvancedLLMSEOEngine

@@ -28,7 +28,7 @@ class Devices:
     num_gpus: int
     """GPUs in use over all processes; 0: the CPU."""
     num_requested: int
-    """Number of devices that determines the effective batch."""
+    """Number of requested devices, which determines the effective batch."""
     note: str | None = None
     """Printed once if there are fewer devices than requested."""
 
@@ -131,8 +131,8 @@ def precision(config: SEOConfig, devices: Devices) -> str:
     if config.mixed_precision_dtype != "auto":
         return PRECISIONS[config.mixed_precision_dtype]
     if not devices.num_gpus:
-        return "no"  # 16 bit is slower than 32 bit on a CPU
-    # Asks NVML, because initialising CUDA would prevent this process from selecting its GPUs later.
+        return "no"  # on a CPU, 16-bit precision is slower than 32-bit
+    # Ask NVML, because initialising CUDA would prevent this process from selecting its GPUs later.
     capabilities = [(gpu.capability or "0").split(".") for gpu in visible_gpus()]
     return "bf16" if max((int(major) for major, *_ in capabilities), default=0) >= 8 else "fp16"
 

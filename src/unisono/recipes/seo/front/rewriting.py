@@ -15,8 +15,8 @@ from typing import Any
 
 from unisono.recipes.seo.site.text_rules import words_of
 
-_LONG = 25  # number of words; a longer sentence is split between two clauses
-_SHORT = 4  # number of words; shorter sentences are neither compared nor moved
+_LONG = 25  # sentences with more words are split between two clauses
+_SHORT = 4  # sentences with fewer words are neither compared nor moved
 _MAX_CHANGES = 50
 _TOLERANCE = 1e-6  # score differences below this are rounding errors
 
@@ -97,7 +97,7 @@ def sentences_of(paragraph: str) -> list[str]:
 
 @dataclass(frozen=True)
 class _Lines:
-    """A text as lines of sentences; preserves the white space between lines, so that a list stays a list."""
+    """A text as lines of sentences; preserves the white space between lines, so a list stays a list."""
 
     sentences: list[list[str]]
     breaks: list[str]
@@ -117,7 +117,7 @@ class _Lines:
 
 
 def _without_repetition(lines: _Lines) -> Iterator[Change]:
-    """Drops later copies of a sentence, which have the same words in any order and the same numbers."""
+    """Drops later copies of a sentence: sentences with the same words, in any order, and the same numbers."""
     positions: dict[frozenset[tuple[str, int]], list[tuple[int, int]]] = {}
     for number, line in enumerate(lines.sentences):
         for place, sentence in enumerate(line):

@@ -80,7 +80,7 @@ class Training:
         self.close()
         self.trainer = self._make_trainer(*data, num_epochs)
         self._data, self._epoch = data, 0
-        self.classifier.num_epochs += len(self.trainer.history)  # restores the epochs from earlier starts of this run
+        self.classifier.num_epochs += len(self.trainer.history)  # epochs that this run trained before it was resumed
         if self._checkpoint is not None:
             self._epoch, self._checkpoint = self.trainer.load_checkpoint(self._checkpoint / TRAINING) + 1, None
         return self.trainer
@@ -135,7 +135,7 @@ class Training:
     def train_with_early_stopping(self, train: Loader, val: Loader, num_epochs: int) -> dict[str, Any]:
         """Trains until the validation loss stops improving, and ends with the weights of the best epoch."""
         config = self.config
-        num_done = len(self.start(train, val, num_epochs).history)  # epochs from earlier starts of this run
+        num_done = len(self.start(train, val, num_epochs).history)  # epochs that this run trained before it was resumed
         history: list[dict[str, Any]] = []
         best, best_loss, num_without = 0, math.inf, 0
         checkpoint: Path | None = None
@@ -146,7 +146,7 @@ class Training:
             if best_loss - loss > config.early_stopping_min_delta:
                 best, best_loss, num_without = number, loss, 0
                 if config.save_checkpoints:
-                    # Only the last resumed epoch still has its weights in memory; the best epoch is in its checkpoint.
+                    # Of the epochs before the resume, only the last one's weights are in memory; take the checkpoint.
                     checkpoint = self._path(BEST) if number < num_done - 1 else self.save_checkpoint(BEST)
             if num_without >= max(1, config.early_stopping_patience):
                 break

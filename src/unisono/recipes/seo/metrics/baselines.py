@@ -1,9 +1,9 @@
 """The ranking baselines: BM25, TF-IDF and random order.
 
-Pages are read twice, in blocks that are divided among the ranks: once to count the pages that contain each word, once
-to score. The index of all pages is never in memory at once. For 1,000,000 pages of 55 words, both baselines together
-take 0.9 GiB, divided among the ranks; bm25s 0.3 takes 1.7 GiB for BM25 alone and scikit-learn's TfidfVectorizer 1.6
-GiB, on every rank.
+Pages are read twice, in blocks that are divided among the ranks: once to count the pages that contain each word, and
+once to score. The index of all pages is never in memory at once. For 1,000,000 pages of 55 words, BM25 and TF-IDF
+together took 0.9 GiB, divided among the ranks. On every rank, bm25s 0.3 took 1.7 GiB for BM25 alone, and scikit-learn's
+TfidfVectorizer 1.6 GiB.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from unisono.recipes.seo.metrics.ranking import CUT, RECALLS, TopPages
 # In scripts without spaces, every character is a word, as in Lucene.
 _ALONE = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
 _WORD = re.compile(rf"[{_ALONE}]|[^\W{_ALONE}]+")
-_BLOCK = 20_000  # pages
-_MAX_SCORES = 4_000_000  # number of query-page scores computed at once
+_BLOCK = 20_000  # number of pages in a block
+_MAX_SCORES = 4_000_000  # maximum number of query-page scores to compute at once
 
 Pages = Callable[[], Iterable[str]] | Sequence[str]
 """Texts that can be read more than once."""
@@ -188,9 +188,9 @@ def baselines(
 ) -> dict[str, dict[str, float]]:
     """Returns the metrics of TF-IDF and BM25, and the expected metrics of random order.
 
-    `judged` maps query number -> page number -> grade. With `work`, all ranks must call this function and divide the
-    pages among themselves; the result is empty if a rank was asked to stop. A page that shares no word with a query
-    does not count as retrieved.
+    `judged` maps query number -> page number -> grade. If `work` is passed, all ranks must call this function, which
+    divides the pages among them; the result is empty if a rank was asked to stop. A page that shares no word with a
+    query does not count as retrieved.
     """
     statistics, first_block = Statistics(), list[Postings]()  # avoids indexing the first block twice
     for _, block in _own_blocks(pages, work):
@@ -225,7 +225,7 @@ def baselines(
     for other_tops, _ in others:
         for name, top in tops.items():
             top.merge_state(other_tops[name])
-    if best is not None:  # stores the retrieved pages for the caller
+    if best is not None:  # store the retrieved pages for the caller
         best.update({name: top.pages() for name, top in tops.items()})
     return {"random": by_chance(judged, statistics.num_pages), **{name: top.compute() for name, top in tops.items()}}
 

@@ -19,9 +19,9 @@ CUT = 10
 RECALLS = (1, 10, 100)
 _EMPTY = torch.iinfo(torch.int64).min
 _LOW = 0xFFFFFFFF
-# Ties (of a collapsed model, or in 16 bit) must not be broken by page number: relevant pages that come first in the
-# file would come first in the ranking. They are broken by a permutation of the page numbers that differs between
-# queries: the number times an odd constant modulo 2^32, plus an offset that depends on the query.
+# Ties (of a collapsed model, or in 16 bit) must not be broken by page number, because relevant pages that come first in
+# the file would then come first in the ranking. They are broken by a permutation of the page numbers that differs
+# between queries: the number times an odd constant modulo 2^32, plus an offset that depends on the query.
 _SCRAMBLE, _SHIFT = 0x9E3779B1, 0x85EBCA77
 _UNSCRAMBLE = pow(_SCRAMBLE, -1, 2**32)
 
@@ -43,7 +43,7 @@ class TopPages:
         self._keep = keep
         self._judged = torch.tensor([triple[:2] for triple in triples], dtype=torch.int64).reshape(-1, 2)
         self._grades = torch.tensor([triple[2] for triple in triples], dtype=torch.float64)
-        # The score is in the high bits and a tie-breaker in the low bits, so all keys differ and topk is deterministic.
+        # The high bits contain the score and the low bits a tie-breaker, so all keys differ and topk is deterministic.
         self._best = torch.full((num_queries, keep), _EMPTY, dtype=torch.int64)
 
     def update(self, scores: Tensor, page_numbers: Tensor, queries: Tensor | None = None) -> None:
@@ -133,11 +133,11 @@ def _gains(pages: Tensor, judged: Tensor, grades: Tensor) -> Tensor:
 
 
 def _ideal(judged: Tensor, grades: Tensor, num_queries: int) -> Tensor:
-    """Returns the ideal DCG [Q]: that of the judged pages in their best order."""
+    """Returns the ideal DCG [Q], which is the DCG of the judged pages in their best order."""
     best_first = grades.argsort(descending=True, stable=True)
     order = best_first[judged[best_first, 0].argsort(stable=True)]  # sorted by query, then by grade, best first
     queries = judged[order, 0]
-    place = torch.arange(len(order)) - torch.searchsorted(queries, queries)  # 0 for the best of a query
+    place = torch.arange(len(order)) - torch.searchsorted(queries, queries)  # 0 for the best page of a query
     discounted = torch.where(place < CUT, grades[order] / torch.log2(place + 2.0), 0.0)
     return torch.zeros(num_queries, dtype=torch.float64).index_add(0, queries, discounted)
 

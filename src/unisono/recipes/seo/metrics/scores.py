@@ -1,4 +1,4 @@
-"""Metrics of the task score, with two baselines that do not read the text.
+"""Metrics of the task `score`, with two baselines that do not read the text.
 
 One baseline uses only the label frequencies, the other only the length of a text. A model that is no better than these
 has learned nothing from the text.
@@ -83,7 +83,7 @@ class Baselines:
         range_of = np.searchsorted(edges, lengths, side="right")
         counts = np.bincount(range_of, minlength=len(edges) + 1)[:, None]
         sums = np.stack([np.bincount(range_of, column, minlength=len(edges) + 1) for column in rows.T], axis=1)
-        return cls(overall, edges, (sums + overall) / (counts + 1))  # smoothed by adding one average page to each range
+        return cls(overall, edges, (sums + overall) / (counts + 1))  # smoothed: adds one average page to each range
 
     def constant(self, num_pages: int) -> Numbers:
         """Returns the same prediction for every page, [N, classes or 1]."""
@@ -131,7 +131,7 @@ class ScoreMetrics:
     def compute(self) -> dict[str, float]:
         """Returns the metrics of the model, of the calibrated model, and of both baselines."""
         indices, *columns = (torch.cat(column).cpu().numpy() for column in zip(*self._parts, strict=True))
-        # Each page counts once, in a fixed order, so that sums are bitwise equal on any number of ranks.
+        # Count each page once, in a fixed order, so that sums are bitwise equal on any number of ranks.
         _, first = np.unique(indices, return_index=True)
         outputs, labels, lengths = (column[first] for column in columns)
         outputs = outputs.astype(np.float64)

@@ -52,7 +52,7 @@ class Encoder(nn.Module):
 
     @cached_property
     def uncounted(self) -> int | None:
-        """Id of the token without a position (RoBERTa's padding token), after which positions start; or None."""
+        """Id of the token that gets no position, which is RoBERTa's padding token; None if every token gets one."""
         table = position_table(self.backbone)
         return None if table is None else table.padding_idx
 
@@ -79,7 +79,7 @@ def pool(vectors: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:
 
 def pad(rows: Sequence[Row], pad_id: int, multiple: int = 8) -> tuple[Tensor, Tensor]:
     """Pads texts to a common length, a multiple of `multiple`; returns ids and mask, [texts, tokens] each."""
-    # An empty text counts as one token, because a fully masked row would give NaN.
+    # Count an empty text as one token, because a fully masked row would give NaN.
     lengths = np.array([max(1, len(row)) for row in rows])
     width = max(multiple, -(-int(lengths.max(initial=1)) // multiple) * multiple)
     ids = np.full((len(rows), width), pad_id, dtype=np.int64)

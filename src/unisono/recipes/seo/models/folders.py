@@ -1,4 +1,4 @@
-"""Locates models (in a folder, on the hub, or in the MiniLM package) and checks whether they can be loaded safely.
+"""Locates models (in a folder, on the hub, or in the MiniLM package) and checks that they can be loaded safely.
 
 Model folders are not trusted: weights must be safetensors, all files must be inside the folder, and no code from the
 folder is run.

@@ -49,7 +49,7 @@ def logits_of(model: Any, batch: Any, start: int | None) -> Tensor:
 
 
 def write(model: nn.Module, tokenizer: Any, prompts: Sequence[Row], num_tokens: int) -> list[str]:
-    """Generates one line of text per prompt; the prompts for a decoder include the cue."""
+    """Generates one line of text per prompt; a decoder's prompts include the cue."""
     plain = _plain(model)
     two = bool(plain.config.is_encoder_decoder)
     order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))

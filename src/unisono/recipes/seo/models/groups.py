@@ -50,7 +50,7 @@ def grouped(texts: Sequence[Tokens], pad_id: int, number: int, types: Sequence[T
     done = 0
     for start, stop in parts:
         chosen = order[start:stop]
-        # With fewer texts than groups, the empty groups compute one of the texts again, and the result is ignored.
+        # If there are fewer texts than groups, each empty group computes one of the texts again, and ignores the result.
         rows = [texts[each] for each in chosen] or [texts[order[0]]]
         padded, mask = pad(rows, pad_id)
         ids.append(padded)
@@ -69,7 +69,7 @@ def _cut(lengths: NDArray[np.int64], number: int) -> list[tuple[int, int]]:
     ends, size, places = np.cumsum(counts), len(lengths), np.arange(len(distinct))
     if number >= len(distinct):
         return [*pairwise([0, *ends.tolist()]), *[(size, size)] * (number - len(distinct))]
-    # cost[j]: the smallest padded size of all texts up to the j-th distinct length, with the parts so far.
+    # cost[j]: the smallest padded size of all texts up to the j-th distinct length, with the number of parts so far.
     cost = ends * distinct
     cuts = []
     for _ in range(number - 1):

@@ -128,7 +128,7 @@ def load_classifier(
     *,
     extra_tokens: int = 0,
 ) -> nn.Module:
-    """Loads a text classifier; `extra_tokens` is the number of tokens that it reads in addition to max_length."""
+    """Loads a text classifier; `extra_tokens` is the number of tokens that it reads beyond max_length."""
     from transformers import AutoModelForSequenceClassification as AutoClassifier
 
     name = config.model_name
@@ -142,7 +142,7 @@ def load_classifier(
         model, new = _loaded(AutoClassifier, place_of(name), name, **head)
     model.config.pad_token_id = tokenizer.pad_token_id  # a decoder's head uses it to find the last token
     check_fit(model, tokenizer, config.max_length, name, extra_tokens)
-    # With a LoRA, the backbone is frozen except for its newly initialised parts.
+    # With a LoRA, the backbone is frozen, so train its newly initialised parts besides the head.
     heads = {key for key, part in model.named_children() if key != model.base_model_prefix and list(part.parameters())}
     heads |= {"pooler" for key in new if ".pooler." in key}
     with _seeded():

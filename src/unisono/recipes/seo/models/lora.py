@@ -48,7 +48,7 @@ def add_lora(model: Any, config: Config, trained: Sequence[str] = ()) -> Any:
         r=config.lora_rank,
         lora_alpha=alpha,
         lora_dropout=config.lora_dropout,
-        # Selects only layers in numbered blocks, because poolers and heads often have layers of the same names.
+        # Select only layers in numbered blocks, because poolers and heads often have layers of the same names.
         target_modules=rf"(?:.*\.)?\d+\.(?:.*\.)?(?:{pattern})",
         modules_to_save=list(trained) or None,
     )

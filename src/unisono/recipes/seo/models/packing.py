@@ -1,8 +1,8 @@
 """Packs all texts of a batch into one row without padding, for BERT and RoBERTa models.
 
-Attention receives the start of each text. Nothing is computed for padding, and the model is called only once, which
-matters because a small model on a GPU is limited by kernel launches. Flash attention supports sequences of different
-lengths. Without it, attention pads the texts, which gives the same result but is slower than `groups.py`.
+Attention receives the start of each text. Nothing is computed for padding, and the model is called only once per batch,
+which matters because a small model on a GPU is limited by kernel launches. Flash attention supports sequences of
+different lengths. Without it, attention pads the texts, which gives the same result but is slower than `groups.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from unisono.engine.build.device import has_flash_attention
 _ATTENTION = "unisono"  # name of our attention in transformers
 _ABSOLUTE = "absolute"
 _FAMILIES = ("bert", "roberta", "xlm-roberta", "camembert")
-_WIDEST, _MULTIPLE = 192, 8  # limits on the head width for flash attention on every supported GPU
+_WIDEST, _MULTIPLE = 192, 8  # flash attention on all supported GPUs: maximum head width, and a divisor of the width
 
 
 class Packed(NamedTuple):

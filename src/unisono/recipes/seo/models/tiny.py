@@ -37,7 +37,7 @@ def train_tokenizer(texts: Iterable[str], *, writes: bool = False) -> PreTrained
     pieces = Tokenizer(models.BPE())
     if not writes:
         pieces.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
-    # The prefix space gives a word the same tokens at the beginning of a text as elsewhere.
+    # With a prefix space, a word has the same tokens at the beginning of a text as elsewhere.
     pieces.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=not writes)
     pieces.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -46,7 +46,7 @@ def train_tokenizer(texts: Iterable[str], *, writes: bool = False) -> PreTrained
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    # Splits very long words (embedded images, scripts without spaces), because training is quadratic in their length.
+    # Split very long words (embedded images, scripts without spaces), because training is quadratic in their length.
     words = (_ENDLESS.sub(r"\g<0> ", whole_text(text)) for text in islice(texts, _MOST_TEXTS))
     pieces.train_from_iterator(words, trainer)
     begin, end = (pieces.token_to_id(token) for token in (_BEGIN, _END))

@@ -55,7 +55,7 @@ class BiEncoder(RankingTask):
         return load_encoder(self.config, self.tokenizer)
 
     def get_ready(self, model: nn.Module, *, flash_attention: bool) -> None:
-        """Decides whether texts are packed or padded, and prepares the model for packing."""
+        """Decides whether to pack or pad texts, and prepares the model for packing."""
         encoder: Encoder = model  # type: ignore[assignment]
         padding = self.config.padding
         if padding == "groups" or (padding == "auto" and not flash_attention):

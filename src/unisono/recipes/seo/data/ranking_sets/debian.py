@@ -1,4 +1,4 @@
-"""Descriptions of Debian's packages: real text for ranking that every machine with apt can download.
+"""Descriptions of Debian packages: real text for ranking that every machine with apt can download.
 
 A package has a one-line synopsis, which is the query, and a long description, which is the page. apt-get downloads them
 from the machine's own sources into a separate folder, so the machine's lists do not change. The packages differ between
@@ -34,7 +34,8 @@ PACKAGES_FILE = "debian-packages.jsonl.gz"
 MIN_LENGTH = 300
 """Minimum length of a description in characters; shorter ones add little to the synopsis."""
 
-_SAME = 200  # in characters; descriptions with a common prefix of this length (libfoo1, libfoo-dev) count as one
+# Descriptions that agree in this many characters at the beginning (libfoo1, libfoo-dev) count as the same.
+_SAME = 200
 _TIMEOUT_S = 600
 _WORD = re.compile(r"\w+")
 # Disables the programs that the system runs after it updates its own package lists.
@@ -53,7 +54,7 @@ class Package(NamedTuple):
 
 
 def packages(folder: Path, remark: Callable[[str], None] = lambda text: None) -> list[Package]:
-    """Returns the packages with distinct descriptions, sorted by name; downloads and stores them on the first call."""
+    """Returns packages with distinct descriptions, sorted by name; downloads and stores them on the first call."""
     path = folder / PACKAGES_FILE
     if not path.is_file():
         remark("downloading the descriptions of Debian's packages with apt-get (about 16 MB)")
@@ -146,7 +147,7 @@ def _run_apt(own: Path) -> None:
 
 
 def _chosen(lists: Path) -> list[Package]:
-    """Returns the packages with long descriptions that do not begin like another description, sorted by name."""
+    """Returns the packages with long and distinct descriptions, sorted by name."""
     sections: dict[str, str] = {}
     described: dict[str, tuple[str, str]] = {}
     for path in sorted(lists.glob("*_Packages")):
@@ -176,7 +177,7 @@ def _note(fields: dict[str, str], description: str, described: dict[str, tuple[s
 
 
 def _stanzas(path: Path) -> Iterator[dict[str, str]]:
-    """Yields the entries of one of apt's files: continuation lines begin with a blank, an empty line ends an entry."""
+    """Yields the entries of an apt file, in which continuation lines begin with a blank and an empty line ends an entry."""
     fields: dict[str, str] = {}
     name = ""
     with path.open(encoding="utf-8", errors="replace", newline="\n") as file:

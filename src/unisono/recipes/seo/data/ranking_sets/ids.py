@@ -1,7 +1,7 @@
 """Maps ids to row numbers for many millions of rows, in 12 bytes per row instead of a dictionary of strings.
 
-An id, or a text that serves as its own id, is stored as a 64-bit hash. With 10 million rows, a collision occurs in one
-of 400,000 data sets. The hash is the same in every process.
+An id, or a text that serves as its own id, is stored as a 64-bit hash. With 10 million rows, the probability of any
+collision is 1 in 400,000. The hash is the same in every process.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Hashes:
 
 
 class Ids:
-    """Maps ids to row numbers; rows that repeat an earlier id are not counted."""
+    """Maps ids to row numbers; a row that repeats an earlier id gets no number."""
 
     def __init__(self, hashes: NDArray[np.uint64]) -> None:
         order = np.argsort(hashes, kind="stable")

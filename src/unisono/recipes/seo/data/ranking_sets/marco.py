@@ -19,7 +19,7 @@ from unisono.recipes.seo.data.ranking_sets.by_ids import Judged, Text, judged_li
 from unisono.recipes.seo.data.ranking_sets.ranking import chosen_split, first_file, splits_in
 from unisono.recipes.seo.data.tables import text_in
 
-_ID = re.compile(r"[A-Za-z]{0,3}\d+")  # ids of documents, such as D1555982
+_ID = re.compile(r"[A-Za-z]{0,3}\d+")  # document ids such as D1555982
 _NUM_LINES = 100  # number of lines read to detect the format
 
 

@@ -1,4 +1,4 @@
-"""Queries, pages and relevance judgements: the common form of all ranking data sets.
+"""Queries, pages and relevance judgements: the common representation of all ranking data sets.
 
 Queries and pages are numbered from 0 in file order and read as streams; only a few bytes of each stay in memory.
 `by_ids.py` and `by_texts.py` build a `Ranking` from files. A split contains only the queries that it judges.
@@ -50,7 +50,7 @@ class Ranking:
     """Hard negatives: pages judged as not relevant."""
     page_files: tuple[Path, ...]
     query_files: tuple[Path, ...]
-    """The files that pages and queries are read from; they are part of the token cache's key."""
+    """The files that pages and queries are read from, which determine the name of the token cache."""
     splits: tuple[str, ...] = ("train",)
     sections: NDArray[np.int32] | None = None
     """The section of each page [num_pages], if the data set has sections."""
@@ -135,7 +135,7 @@ def judgements(
 ) -> tuple[Judgements, Judgements]:
     """Returns relevant pages and hard negatives; duplicate pairs are merged and get their highest grade."""
     pairs = queries.astype(np.int64) * max(num_pages, 1) + pages
-    # Sorts by pair, then by descending grade, and keeps the first entry of each pair.
+    # Sort by pair, then by descending grade, and keep the first entry of each pair.
     best = np.lexsort((np.arange(len(pairs)), -grades, pairs))
     once = np.ones(len(pairs), bool)
     once[1:] = pairs[best][1:] != pairs[best][:-1]
