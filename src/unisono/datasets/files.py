@@ -43,7 +43,7 @@ class Files(Dataset[Any]):
         transform: Callable[[dict[str, Any]], Any] | None = None,
         index_dir: str | os.PathLike[str] | None = None,
     ) -> None:
-        """`pattern`, such as `*.jpg`, selects files by name. Hidden files and links to folders are skipped."""
+        """`pattern`, such as `*.jpg`, selects files by name. Skips hidden files and symbolic links to folders."""
         self.root, self.pattern, self.read, self.transform = (
             os.path.abspath(os.path.expanduser(root)),
             pattern,
@@ -117,7 +117,7 @@ def _open_index(base: Path, root: str, pattern: str) -> Path:
 
 
 def _current(family: Path, root: str) -> Path | None:
-    """Returns the index whose folders have unchanged modification times: no file was added, removed or renamed."""
+    """Returns the index if no folder's modification time has changed, so no file was added, removed or renamed."""
     if not family.is_dir():
         return None
     for version in sorted(family.glob("[0-9a-f]*")):

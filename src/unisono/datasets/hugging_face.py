@@ -55,7 +55,7 @@ class HuggingFace(Dataset[Any]):
         return row if self.transform is None else self.transform(row)
 
     def __getattr__(self, name: str) -> Any:
-        # Forwards these attributes, which only indexed rows have.
+        # Forward these attributes, which only indexed rows have.
         if name not in ("block_starts", "will_read", "about_to_read") or "_rows" not in self.__dict__:
             raise AttributeError(name)
         return getattr(self._rows, name)

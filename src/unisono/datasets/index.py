@@ -76,7 +76,7 @@ class Index:
 
     @property
     def rows(self) -> Array:
-        """Returns all rows as a memory map; the rows that a process reads take memory."""
+        """Returns all rows as a memory map; only rows that a process reads take memory."""
         rows: Array = np.load(self.folder / _ROWS, mmap_mode="r", allow_pickle=False)
         return rows
 
@@ -148,7 +148,7 @@ def _opened(folder: Path, kind: Kind) -> Index | None:
 
 
 def _built(family: Path, current: Path, kind: Kind, sources: Sequence[Source]) -> Index:
-    with suppress(OSError):  # moves a damaged index out of the way
+    with suppress(OSError):  # move a damaged index out of the way
         shutil.rmtree(current.rename(temporary_name(current)), ignore_errors=True)
     try:
         _build(family, current, kind, sources)
@@ -208,7 +208,7 @@ def _join(path: Path, arrays: Iterable[Array], kind: Kind) -> list[int]:
             counts.append(len(array))
             file.write(np.ascontiguousarray(array).data)
         file.seek(0)
-        _write_header(file, sum(counts), kind)  # fits, because numpy pads the header
+        _write_header(file, sum(counts), kind)  # fits in place of the first header, because numpy pads headers
         assert file.tell() == length
         file.flush()
         os.fsync(file.fileno())
@@ -230,7 +230,7 @@ def _part_of(source: Source, parts: Path, older: dict[tuple[str, ...], tuple[Ind
 
 
 def _older_rows(family: Path, kind: Kind) -> dict[tuple[str, ...], tuple[Index, int]]:
-    """Returns the files whose rows an earlier index contains."""
+    """Maps files to the earlier index that contains their rows, and to their number in it."""
     rows: dict[tuple[str, ...], tuple[Index, int]] = {}
     for folder in family.iterdir():
         if folder.name == "parts" or folder.name.startswith(".") or (index := _opened(folder, kind)) is None:

@@ -1,4 +1,4 @@
-"""Expands what the user passes as the files of a dataset: paths, URLs, glob patterns and brace ranges."""
+"""Expands what the user passes as a dataset's files: paths, URLs, glob patterns and brace ranges."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _glob(pattern: str, suffix: str, options: Mapping[str, Any]) -> list[str]:
         protocol = pattern.partition("://")[0]
         try:
             found = sorted(str(path) for path in files.glob(pattern))
-        except Exception as error:  # of any type; the message may contain secrets
+        except Exception as error:  # each fsspec file system raises different types; messages may contain secrets
             raise UserError(f"{shown(pattern)} cannot be listed ({type(error).__name__})") from None
         found = [path if is_remote(path) else f"{protocol}://{path.lstrip('/')}" for path in found]
     else:

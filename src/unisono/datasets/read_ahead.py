@@ -1,8 +1,8 @@
 """Reads announced samples ahead: the operating system reads from local files, and threads read from servers.
 
-In a shuffled order, consecutive samples are not adjacent in a file. So the operating system does not read ahead on its
-own, and each request to a server would have to wait for the previous request. Samples are announced in the order in
-which they will be read. At most `_MOST_BYTES` are read ahead, to limit memory use.
+In a shuffled order, consecutive samples are not adjacent in a file. The operating system therefore does not read ahead
+on its own, and each request to a server would have to wait for the previous request. Samples are announced in the order
+in which they will be read. At most `_MOST_BYTES` are read ahead, to limit memory use.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class ReadAhead:
         if self._waiting and self._waiting[0] == index:
             self._waiting.popleft()
         self._misses += 1
-        # A loader that has ended may have announced samples that it has not read.
+        # A loader that has ended may have announced samples that it never read.
         if self._ahead and self._misses > len(self._ahead) + len(self._waiting):
             for done, _ in self._ahead:
                 self._forget(done)

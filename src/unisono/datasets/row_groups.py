@@ -1,4 +1,4 @@
-"""Files of tables whose rows are read in groups: the row groups of Parquet, the record batches of Arrow.
+"""Table files whose rows are read in groups: the row groups of Parquet, the record batches of Arrow.
 
 The index contains the number of rows of each group. Reading a row reads its whole group, and the most recently
 used groups stay in memory. A full shuffle is therefore slow, because it reads a group for every row;
@@ -22,7 +22,7 @@ from unisono.datasets.patterns import expand
 from unisono.datasets.sources import RangeReader, Source, examine
 from unisono.errors import UnisonoError, UserError
 
-_OPEN_FILES = 16  # per process
+_OPEN_FILES = 16  # maximum number of open files per process
 
 
 class RowGroups(Dataset[Any]):

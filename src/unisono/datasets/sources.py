@@ -24,9 +24,10 @@ from unisono.storage.file_systems import file_system
 
 T = TypeVar("T")
 
-_OPEN_FILES = 64  # per process
+_OPEN_FILES = 64  # maximum number of open files per process
 _THREADS = 16  # number of threads that examine remote files
-_PATIENCE_S, _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 120.0, 0.25, 10.0  # of retries while a server cannot be reached
+# Time limit and pauses of retries while a server cannot be reached.
+_PATIENCE_S, _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 120.0, 0.25, 10.0
 _PERMANENT = (UserError, FileNotFoundError, PermissionError, IsADirectoryError, ImportError, TypeError, ValueError)
 _STAMPS = ("ETag", "etag", "generation", "md5Hash", "sha256", "blob_id", "LastModified", "Last-Modified", "mtime")
 
@@ -99,7 +100,7 @@ def _without_url(error: Exception, source: Source) -> OSError:
 
 @dataclass(eq=False)
 class RangeReader:
-    """Reads ranges of bytes. Keeps files open; can be pickled, and used by several threads."""
+    """Reads ranges of bytes. Keeps files open, can be pickled, and can be used by several threads."""
 
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
@@ -156,7 +157,7 @@ class RangeReader:
                 self._systems = {}  # reconnects
 
     def _may_report(self) -> bool:
-        """Returns whether the last message is so old that this must be a new outage."""
+        """Returns whether to print a message: the last one is so old that this must be a new outage."""
         with self._lock:
             before, self._reported = self._reported, time.monotonic()
         return time.monotonic() - before > _PATIENCE_S

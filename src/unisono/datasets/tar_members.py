@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 BLOCK = 512
 _ZEROS = bytes(BLOCK)
-_LARGEST_EXTENSION = 2**20  # bytes of an extension header: long names and pax records
-_MOST_EXTENSIONS = 16  # in front of one member
-_WITHOUT_DATA = b"123456"  # links, devices, folders, FIFOs
+_LARGEST_EXTENSION = 2**20  # maximum size in bytes of an extension header (long names, pax records)
+_MOST_EXTENSIONS = 16  # maximum number of extension headers per member
+_WITHOUT_DATA = b"123456"  # types of members without data: links, devices, folders, FIFOs
 _MAGIC = {b"\x1f\x8b": "gzip", b"BZ": "bzip2", b"\xfd7": "xz", b"\x28\xb5": "zstd"}
 
 
@@ -27,8 +27,8 @@ class Member:
     """A regular file in a tar file."""
 
     name: str
-    header: int  # offset of its first header
-    data: int  # offset of its content
+    header: int  # offset of the member's first header
+    data: int  # offset of the member's content
     size: int
 
     @property

@@ -21,19 +21,19 @@ class TarSample:
 
     @property
     def start(self) -> int:
-        """The offset of its first header."""
+        """The offset of the sample's first header."""
         return next(iter(self.fields.values())).header
 
     @property
     def end(self) -> int:
-        """The offset after its last member."""
+        """The offset after the sample's last member."""
         return next(reversed(self.fields.values())).end
 
 
 def samples(read: Callable[[int, int], bytes], size: int, *, whole: bool = True) -> Iterator[TarSample]:
     """Yields the samples of a tar file of `size` bytes, or of a section of it if `whole` is False.
 
-    Members that have no key, no extension or an unsafe name belong to no sample.
+    Members without a key, without an extension, or with an unsafe name belong to no sample.
     """
     keys: set[str] = set()
     sample: TarSample | None = None

@@ -66,7 +66,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Imports a module on first use, so that get_gpu_info() does not wait for the import of torch.
+    # Import a module on first use, so that get_gpu_info() does not wait for the import of torch.
     for module, names in _MODULES.items():
         if name in names:
             return getattr(import_module(f"unisono.multi_gpu.{module}"), name)

@@ -28,7 +28,7 @@ from unisono.multi_gpu.manager import MultiGPUTrainingManager
 from unisono.planning.host import free_host_memory
 
 _LARGEST = 4096
-_PART_OF_HOST = 0.5  # fraction of the host's free memory to use; the rest is for other programs
+_PART_OF_HOST = 0.5  # fraction of the host's free memory to use; the rest is left to other programs
 _BESIDE_SAVED = 2.0  # factor on the size of the tensors saved for backward, to allow for their gradients and workspace
 _STATE_PER_WEIGHT = 4  # number of tensors of a weight's size: the weight, its gradient, and Adam's two moments
 
@@ -57,8 +57,8 @@ def benchmark_multi_gpu_performance(
 ) -> dict[str, Any]:
     """Trains a copy of the model on all devices and another on one device; returns time, throughput and memory.
 
-    Under torchrun every process must call it, and all get the same result. It leaves no files and does not change the
-    model.
+    Under torchrun every process must call it, and all processes get the same result. It leaves no files and does not
+    change the model.
     """
     config = config or MultiGPUConfig()
     result = _from_main(_measure(model, dataset, config, loss_fn, steps, warmup_steps))
@@ -200,7 +200,7 @@ def _by_trying(model: nn.Module, dataset: Any, loss_fn: Any, config: MultiGPUCon
 
 
 def _saved_per_sample(model: nn.Module, dataset: Any, loss_fn: Any) -> float:
-    """Measures the bytes that autograd saves per sample for backward, as the difference of two samples and one."""
+    """Measures the bytes that autograd saves for backward per sample: two samples minus one sample."""
     was_training = model.training
     model.train()
     first = min(2, len(dataset))

@@ -18,7 +18,7 @@ STRATEGIES = {
     "distributed": "ddp",
     "sharded": "fsdp",
 }
-"""The engine's name of each strategy, by its name in the public API."""
+"""Maps a strategy's name in the public API to the engine's name."""
 _ALIASES = {"dp": "dataparallel", "ddp": "distributed", "distributeddataparallel": "distributed", "fsdp": "sharded"}
 
 

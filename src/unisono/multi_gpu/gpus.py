@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_earlier_values: dict[str, str | None] = {}  # values of environment variables before world_for changed them
+_earlier_values: dict[str, str | None] = {}  # environment variables before world_for changed them; None: not set
 
 
 def get_gpu_info() -> dict[str, Any]:
@@ -150,7 +150,7 @@ def take_devices(
 ) -> TakenDevices:
     """Selects and locks the devices for a run in this process; `strategy` is the engine's name.
 
-    `global_batch` is the number of samples per step if it is set, and None if it follows from the number of devices.
+    `global_batch` is the number of samples per step; None if it follows from the number of devices.
     """
     if world.launcher != "plain":
         return _devices_of_rank(config, strategy)
@@ -182,16 +182,16 @@ def take_devices(
     uuids = ",".join(gpu.uuid for gpu in choice.gpus) + ","
     if strategy == "dp":
         return TakenDevices(strategy, uuids, requested, _hide_others(choice), None, lock, tuple(notes))
-    # Does not hide other GPUs, because this process could never use a GPU that is hidden when CUDA is initialised.
+    # Do not hide other GPUs: this process could never use a GPU that is hidden when CUDA is initialised.
     return TakenDevices(strategy, uuids, requested, None, choice.gpus[0].uuid, lock, tuple(notes))
 
 
-_SAME_BATCH = "accumulation keeps the effective batch"  # replaces a phrase in the remark of unisono.devices
+_SAME_BATCH = "accumulation keeps the effective batch"  # replaces a phrase in the remark from unisono.devices
 _FASTER = "torchrun --nproc_per_node={} script.py"
 
 
 def _devices_of_rank(config: MultiGPUConfig, strategy: str) -> TakenDevices:
-    """Returns the device of a rank under a launcher: the GPU with its local rank as number, among `gpu_ids` if set."""
+    """Returns the device of a rank under a launcher; the local rank is an index into `gpu_ids` or all GPUs."""
     if config.num_gpus == 0:
         return TakenDevices(strategy, "0")
     if not config.gpu_ids:

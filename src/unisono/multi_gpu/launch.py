@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from unisono.engine.start.rank_start import RankStart
 
 _PARTS = ("model_fn", "dataset_fn", "loss_fn", "optimizer", "scheduler")
-_importing = False  # set while a process of the run imports the script, which must not start another run
+_importing = False  # True while a process of the run imports the script, which must then not start another run
 
 
 def launch_multi_gpu_training(
@@ -140,7 +140,7 @@ class _Work:
         from unisono.data.seeding import seed_everything
         from unisono.multi_gpu.manager import MultiGPUTrainingManager
 
-        seed_everything(self.config.seed)  # gives every process, and the next run, the same initial weights
+        seed_everything(self.config.seed)  # so that every process, and a repeated run, has the same initial weights
         model = self.model_fn()
         data = self.dataset_fn()
         if isinstance(data, Mapping):

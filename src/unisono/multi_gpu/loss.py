@@ -1,9 +1,9 @@
 """Converts the result of a loss function that returns a mean to the sum and the count that the engine needs.
 
 The sum is the mean over a micro-batch times its number of samples. The engine adds the sums of all micro-batches and
-processes and divides the total by the number of all samples, which gives the mean over the whole batch. Some means are
-over tokens without padding, or weight samples by class, and need another count. This module computes that count for
-torch's own losses; a user's function may return (mean, count).
+processes and divides the total by the number of all samples, which gives the mean over the whole batch. A mean over
+tokens without padding, or a mean that weights samples by class, needs another count. This module computes that count
+for torch's own losses; a user's function may return (mean, count).
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class UserParts:
     collate: Callable[[list[Any]], Any] | None = None
     schedule_every_step: bool = False
     num_ranks: int = 1
-    least_batch: int = 0  # an epoch drops its last batch if it has fewer samples than this (a loader's drop_last)
+    least_batch: int = 0  # an epoch drops its last batch if that has fewer samples (a loader's drop_last)
     parameter_names: dict[int, str] = field(default_factory=dict)  # names by id() of the original parameters
 
     def __post_init__(self) -> None:
@@ -77,7 +77,7 @@ class UserParts:
 
 @dataclass
 class EpochLog:
-    """The results of the epochs so far, which checkpoints store."""
+    """The results of the epochs so far; stored in checkpoints."""
 
     epochs: list[dict[str, Any]] = field(default_factory=list)  # the result of each epoch
     total: float = 0.0  # sum of the losses of the current epoch

@@ -1,6 +1,6 @@
 """The methods that both trainers share: train_epoch, validate, train, save_checkpoint, load_checkpoint.
 
-Each runs the engine's loop, which provides batches, order, recovery and checkpoints. Every process must call it.
+Each method runs the engine's loop, which provides batches, order, recovery and checkpoints. Every process must call it.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class OwnTrainer:
         self._recipe: OwnModel = self._engine.components.recipe  # type: ignore[assignment]
         recipe = self._recipe
         self._engine.on_report = lambda report: recipe.log.add(report)
-        self._resumed = len(recipe.log.epochs)  # number of epochs that an earlier start of this run has trained
+        self._resumed = len(recipe.log.epochs)  # number of epochs that this run had trained before it was resumed
         self._resumable = config.output_dir is not None or job_start is not None
         self._seconds, self._samples, self._closed, self._warned_of_repetition = 0.0, 0, False, False
         self._watched, self._in_call = [(config, config.batch_size)], 0
@@ -155,8 +155,8 @@ class OwnTrainer:
     def train_epoch(self, epoch: int) -> dict[str, float]:
         """Trains on every sample once; returns {"train_loss": mean over the epoch}, the same in every process.
 
-        In a resumed run (same output_dir), an epoch that is already trained is not trained again; its earlier result is
-        returned.
+        In a resumed run (same output_dir), an epoch that is already trained is not trained again, and the method
+        returns its earlier result.
         """
         log = self._recipe.log
         if row := self._earlier_result(epoch):
@@ -200,7 +200,7 @@ class OwnTrainer:
         return result
 
     def _earlier_result(self, epoch: int) -> dict[str, Any]:
-        """Returns the result of an epoch that an earlier start of this run trained; {} for other epochs."""
+        """Returns the result of an epoch that was trained before the run was resumed; {} for other epochs."""
         return next((row for row in self._recipe.log.epochs[: self._resumed] if row["epoch"] == epoch), {})
 
     @_defer_stop
@@ -222,7 +222,7 @@ class OwnTrainer:
                 if save_path is not None:
                     path = self.save_checkpoint(epoch, Path(save_path, "best_model.pth"))
                     checkpoint = path if path.is_dir() else None  # an earlier checkpoint may be deleted
-        # Waits for the saves, because the caller may move or delete the folder afterwards.
+        # Wait for the saves, because the caller may move or delete the folder afterwards.
         self._do(lambda engine: engine.finish_saves())
         return {
             "history": self.history,
@@ -254,7 +254,7 @@ class OwnTrainer:
         return folder
 
     def _is_past(self, epoch: int) -> bool:
-        """Whether an earlier start of this run trained this epoch and at least one more."""
+        """Returns whether this epoch and at least one more were trained before the run was resumed."""
         done = [row["epoch"] for row in self._recipe.log.epochs[: self._resumed]]
         return epoch in done and self._engine.state.samples > (done.index(epoch) + 1) * self._engine.epoch_samples
 
@@ -322,7 +322,7 @@ class OwnTrainer:
             self.close()
 
     def watch(self, config: MultiGPUConfig) -> None:
-        """Also applies changes of batch_size in the caller's config, of which the trainer uses a modified copy."""
+        """Makes changes of batch_size in the caller's `config` take effect; the trainer uses a modified copy of it."""
         self._watched.append((config, config.batch_size))
 
     def _follow_batch_size(self) -> None:
@@ -360,7 +360,7 @@ class OwnTrainer:
         raise SystemExit(EXIT_STOPPED)
 
 
-_folders: set[str] = set()  # run folders chosen by this process; some may not be on disk yet
+_folders: set[str] = set()  # run folders that this process has chosen; some may not be on disk yet
 
 
 def _new_folder() -> str:

@@ -1,8 +1,8 @@
 """Adafactor (Shazeer and Stern, 2018), as in torch.optim, but also for sharded weights.
 
-The second moment of a matrix is stored as the means of its rows and columns. A weight with more dimensions is flattened
-to a matrix after its first dimension. If weights are sharded, the column means and the norms of weights and updates are
-all-reduced, with two all-reduces per step for all weights together.
+The second moment of a matrix is stored as the means of its rows and columns. A weight with more than two dimensions is
+flattened to a matrix that keeps its first dimension. If weights are sharded, the column means and the norms of weights
+and updates are all-reduced, with two all-reduces per step for all weights together.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""torch's AdamW with a kernel of our own for float32 weights on a GPU.
+"""torch's AdamW with unisono's own kernel for float32 weights on a GPU.
 
-torch's fused kernel writes gradients back when it divides them by the loss scale, and ours only reads them: 7 accesses
-per weight instead of 8. State, options and checkpoints are those of torch.optim.AdamW.
+torch's fused kernel writes gradients back when it divides them by the loss scale. unisono's kernel only reads them, so
+it needs 7 memory accesses per weight instead of 8. State, options and checkpoints are those of torch.optim.AdamW.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-CHUNK = 32768  # weights per program
-_ALIGNED = 16  # bytes that a GPU loads at once
+CHUNK = 32768  # number of weights per Triton program
+_ALIGNED = 16  # number of bytes that a GPU loads at once
 
 
 def adamw_for(weight: nn.Parameter) -> type[torch.optim.AdamW]:
-    """Returns the class for weights like this one: ours where its kernel works, otherwise torch's."""
+    """Returns the optimizer class for weights like this one: unisono's if its kernel works, otherwise torch's."""
     return AdamW if weight.device.type == "cuda" and kernel_works(weight.device) else torch.optim.AdamW
 
 
 @cache
 def kernel_works(device: torch.device) -> bool:
-    """Whether the kernel gives the same results as torch's on this device, according to a test with a few weights.
+    """Returns whether the kernel gives the same results as torch's on this device, tested with a few weights.
 
-    It cannot be used without Triton, or if Triton finds no C compiler.
+    The kernel cannot be used without Triton, or if Triton finds no C compiler.
     """
     if importlib.util.find_spec("triton") is None:
         return False
@@ -38,7 +38,7 @@ def kernel_works(device: torch.device) -> bool:
     try:
         for kind, weight in zip((AdamW, torch.optim.AdamW), weights, strict=True):
             _try_out(kind([weight], lr=1e-2, weight_decay=0.1, fused=True), weight)
-    except Exception:  # of the compiler, the driver or Triton itself
+    except Exception:  # the compiler, the driver or Triton itself may raise anything
         return False
     return torch.allclose(weights[0], weights[1], rtol=1e-5, atol=1e-7)
 
@@ -59,7 +59,7 @@ class AdamW(torch.optim.AdamW):
 
     def __init__(self, params: Iterable[Any], **options: Any) -> None:
         super().__init__(params, **{**options, "fused": True})
-        self._tables: dict[int, _Table] = {}  # by the number of the parameter group
+        self._tables: dict[int, _Table] = {}  # number of the parameter group -> table
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -111,7 +111,7 @@ class _Group:
         lists: list[list[Tensor]] = [[] for _ in range(6)]
         optimizer._init_group(group, *lists)  # type: ignore[no-untyped-call]  # creates missing state
         weights, gradients, first, second, _, steps = ([_local(tensor) for tensor in tensors] for tensors in lists)
-        filled = [number for number, weight in enumerate(weights) if weight.numel()]  # a rank may hold no rows
+        filled = [number for number, weight in enumerate(weights) if weight.numel()]  # a rank may have no rows
         self.options, self.steps = group, steps
         self._counters = [steps[number] for number in filled]
         self.weights = [weights[number] for number in filled]
@@ -125,7 +125,7 @@ class _Group:
 
     @property
     def is_supported(self) -> bool:
-        """Whether the kernel computes what this group's options say, for weights and gradients of this kind."""
+        """Whether the kernel supports this group's options and the kind of its weights and gradients."""
         plain = not any(self.options[name] for name in ("amsgrad", "maximize", "differentiable"))
         weights, gradients = self._all[:2]
         return (
@@ -135,7 +135,7 @@ class _Group:
         )
 
     def addresses(self) -> list[list[int]]:
-        """The memory addresses of weights, gradients, both moments and step counters."""
+        """Returns the memory addresses of weights, gradients, both moments and step counters."""
         return [[tensor.data_ptr() for tensor in tensors] for tensors in (*self._all, self._counters)]
 
 
@@ -152,11 +152,11 @@ class _Table:
         self._rows: list[list[int]] = []
         self._is_recorded = False
         self._addresses = torch.empty(5, len(sizes), dtype=torch.int64, device=device)
-        # A recorded CUDA graph copies from this one in every replay. Nothing can be allocated during a recording.
+        # A recorded CUDA graph copies from this tensor in every replay. A recording cannot allocate memory.
         self._recorded = torch.empty(5, len(sizes), dtype=torch.int64, pin_memory=device.type == "cuda")
 
     def filled(self, rows: list[list[int]]) -> Tensor:
-        """The addresses on the device. Each backward pass allocates new gradients, mostly at the previous addresses."""
+        """Returns the addresses on the device; updates them if a tensor has moved, as new gradients sometimes do."""
         if self._addresses.is_cuda and torch.cuda.is_current_stream_capturing():
             self._is_recorded = True
             self._addresses.copy_(self._recorded.copy_(torch.tensor(rows)), non_blocking=True)

@@ -43,7 +43,7 @@ def _adamw(
         gradients = _pointer(addresses, count + number, ALIGNED)
         firsts = _pointer(addresses, 2 * count + number, ALIGNED)
         seconds = _pointer(addresses, 3 * count + number, ALIGNED)
-        # In float64: near 1, these powers have few digits left in float32.
+        # Compute in float64: 1 minus a power near 1 would have few correct digits in float32.
         step = tl.load(_pointer(addresses, 4 * count + number, False)).to(tl.float64)
         correction1 = (1.0 - tl.exp(step * log_beta1)).to(tl.float32)
         correction2 = tl.sqrt(1.0 - tl.exp(step * log_beta2)).to(tl.float32)
@@ -84,9 +84,10 @@ def adamw(
     *,
     is_aligned: bool,
 ) -> None:
-    """One step. `addresses` has rows of weights, gradients, both moments, step counters; `of_tensors` sizes and chunks.
+    """Takes one step. `addresses` has one row each for weights, gradients, both moments and step counters.
 
-    `owners` is the number of the tensor that each chunk belongs to; `betas` are 1 - beta and log(beta) of both moments.
+    `of_tensors` contains the size and the first chunk of each tensor, and `owners` the tensor that each chunk belongs
+    to. `betas` are 1 - beta and log(beta) of both moments.
     """
     numbers = (rate_tensor, rate, decay, *betas, eps, grad_scale, found_inf, addresses.shape[1])
     flags = {"RATE": rate_tensor is not None, "SCALE": grad_scale is not None, "SKIP": found_inf is not None}

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 
 class CombinedOptimizer(Optimizer):
-    """Several optimizers for different weights, with a common list of parameter groups and a common state."""
+    """Several optimizers for different weights, with one list of parameter groups and one state."""
 
     found_inf: Tensor | None = None
     grad_scale: Tensor | None = None

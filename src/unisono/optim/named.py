@@ -46,7 +46,7 @@ def make(
         return Prodigy(list(parameters), **adam, shards=shards)
     if name == "schedule_free_adamw":
         return ScheduleFreeAdamW(list(parameters), **adam, shards=shards)
-    # The authors of Muon recommend AdamW for everything that is not a matrix of a block.
+    # The authors of Muon recommend AdamW for everything except the matrices of blocks.
     is_matrix = {name: parameter.dim() == 2 and name not in not_for_muon for name, parameter in parameters}
     matrices = [pair for pair in parameters if is_matrix[pair[0]]]
     others = [pair for pair in parameters if not is_matrix[pair[0]]]

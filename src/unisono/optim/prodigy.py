@@ -1,9 +1,8 @@
 """Prodigy (Mishchenko and Defazio, 2023), a variant of AdamW that estimates its own step size.
 
-The estimate compares the distance that all weights of the model have moved with the gradients along the way. The
-estimate `d` grows from a tiny value to about the best constant learning rate within a few hundred steps. It is
-multiplied by `learning_rate`, which is 1 in most runs. If weights are sharded, the estimate needs one all-reduce of two
-numbers per step.
+The estimate `d` compares the distance that all weights of the model have moved with the gradients along the way. It
+grows from a tiny value to about the best constant learning rate within a few hundred steps, and is multiplied by
+`learning_rate`, which is 1 in most runs. If weights are sharded, it needs one all-reduce of two numbers per step.
 """
 
 from __future__ import annotations

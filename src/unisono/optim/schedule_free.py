@@ -44,8 +44,7 @@ class ScheduleFreeAdamW(ShardAwareOptimizer):
         for weight in weights:
             state, gradient = self.state[weight], self._gradient(weight)
             step = self._count_step(state).to(gradient.dtype)
-            # Weights each point in the average by the square of its learning rate, so that points of the warm-up count
-            # less.
+            # Weight each point in the average by its squared learning rate, so that warm-up points count less.
             largest = torch.clamp(state["largest_rate"], min=rate)
             total = state["sum_of_shares"] + largest.square()
             share = torch.where(total > 0, largest.square() / total, 0)

@@ -73,7 +73,7 @@ def logarithmic(low: float, high: float, start: float, end: float) -> Axis:
     every = -(-(last - first) // 6)
     steps = (1, 2, 5) if last - first <= 3 else (1,)
     values = [m * 10.0**power for power in range(first, last + 1, every) for m in steps]
-    # Ends the axis at the ticks next to the values, because an empty half decade would squeeze the line.
+    # End the axis at the ticks next to the values, because an empty half decade would squeeze the line.
     below = [value for value in values if value <= low * 1.0001] or values[:1]
     above = [value for value in values if value >= high * 0.9999] or values[-1:]
     low, high = min(below[-1], low), max(above[0], high)
@@ -82,7 +82,7 @@ def logarithmic(low: float, high: float, start: float, end: float) -> Axis:
 
 
 def spans_decades(low: float, high: float) -> bool:
-    """Whether values from `low` to `high` span enough decades for a logarithmic axis."""
+    """Returns whether values from `low` to `high` span enough decades for a logarithmic axis."""
     return low > 1e-300 and high / low >= 50
 
 

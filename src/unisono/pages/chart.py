@@ -34,7 +34,7 @@ class Line:
     points: Sequence[Point]
     colour: int = 0
     trend: Sequence[Point] | None = None
-    """A smoothed version of this line. If it is set, it is drawn over this line, which is faint then."""
+    """A smoothed version of this line. If set, it is drawn over this line, which then is faint."""
     old: bool = False
     """Whether this is an earlier curve of the same metric. Such a line is faint and not in the legend."""
     dots: bool = False

@@ -37,8 +37,8 @@ def render(
 
     `kind` is the name of the command that writes the page, by which the command later recognises its own pages
     (`generator`). `media` is the allowed source of audio and video. `charts` adds the script that shows a chart's
-    values under the pointer. `shares` is another page's template, whose style and folder this one also uses.
-    `connects` lets the page ask its own server for news. `context` are the variables of the template.
+    values under the pointer. `shares` is another page's template, whose style and folder this page uses too.
+    `connects` lets the page request updates from its own server. `context` contains the template's variables.
     """
     style = _read(_HERE / "style.css") + (_read(shares.with_suffix(".css")) if shares else "")
     style += _read(template.with_suffix(".css"))

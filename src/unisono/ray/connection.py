@@ -19,7 +19,7 @@ _CONNECT_S = 5.0
 
 
 def address_in(on: str) -> str | None:
-    """Returns the address in the value of `--on`, which is `ray` or `ray:HOST:PORT`; None if it names none."""
+    """Returns the address in the value of `--on`, which is `ray` or `ray:HOST:PORT`; None if it contains no address."""
     backend, _, address = on.partition(":")
     if backend != "ray":
         raise ConfigError(f"on: expected ray or ray:HOST:PORT, got {on!r}")

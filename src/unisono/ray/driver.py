@@ -1,9 +1,9 @@
 """The driver of a run on Ray: creates the machines, replaces lost ones, forwards signals, and collects the outcome.
 
-If a node is lost, its ranks and its launcher die with it. The rendezvous, in this process, detects the loss at once
-(after 15 s if the node is only disconnected), and the other machines regroup: they continue if there are enough of
-them, and otherwise wait. Meanwhile Ray reports that the actor is dead, and the driver creates a new actor in the same
-bundle, which Ray places as soon as a node has room for it. The new actor's launcher then joins the run.
+If a node is lost, its ranks and its launcher die with it. The rendezvous, which runs in this process, detects the loss
+at once (after 15 s if the node is only disconnected), and the other machines regroup: they continue if there are enough
+of them, and otherwise wait. Meanwhile Ray reports that the actor is dead, and the driver creates a new actor in the
+same bundle. Ray places this actor as soon as a node has room for it, and its launcher then joins the run.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class _Member:
     number: int
     place: Place
     actor: Any = None
-    report: Any = None  # reference to the next report
-    node: str = ""  # address of its node; empty until Ray has placed the actor
+    report: Any = None  # Ray's reference to the next report
+    node: str = ""  # address of the machine's node; empty until Ray has placed the actor
     node_id: str = ""
     exit: int | None = None
 
@@ -188,8 +188,8 @@ class Driver:
 
 def exit_code(codes: Collection[int]) -> int:
     """Returns the exit code of a run whose launchers ended with these codes."""
-    # All ranks of a round end together, so one launcher that ended well is enough. A machine that Ray placed too late
-    # fails, because it has nothing left to join.
+    # All ranks of a run end together, so one launcher that succeeded is enough. A machine that Ray placed too late
+    # fails, because there is no run left to join.
     for code in (EXIT_STOPPED, EXIT_DONE, EXIT_USER_ERROR):
         if code in codes:
             return code

@@ -1,7 +1,7 @@
 """The Ray actor that represents one machine of a run; it runs unisono's launcher in a separate process.
 
 The launcher has its own process because it handles signals and because torch's elastic agent must run in a main thread.
-It dies with the actor, and its ranks with it, whether Ray kills the actor, the node is lost or the driver ends.
+The launcher and its ranks die with the actor, whether Ray kills the actor, the node is lost or the driver ends.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from unisono.cluster.rendezvous.authentication import SECRET_FILE
 from unisono.errors import EXIT_USER_ERROR
 
 _POLL_S = 0.5
-_END_OF_OUTPUT_S = 5.0  # seconds for the output to end after the launcher; a process of the recipe may hold the pipe
+# Seconds to wait for the end of the output after the launcher has ended: a process of the recipe may hold the pipe.
+_END_OF_OUTPUT_S = 5.0
 _MOST_LINES = 20_000  # maximum number of lines to buffer; older lines are dropped
 
 
@@ -54,7 +55,7 @@ class Machine:
                 "the command in a folder on a file system that all nodes share"
             )
             return
-        # Drops the secret file of this node: the driver passes the run's secret, and two sources would be an error.
+        # Drop the node's own secret file: the driver passes the run's secret, and two sources would raise an error.
         inherited = {name: value for name, value in os.environ.items() if name != SECRET_FILE}
         self._result, write_end = os.pipe()
         self._process = subprocess.Popen(

@@ -17,7 +17,7 @@ from unisono.cluster.signals import stop_before_start
 from unisono.typed_paths import adopt_typed, as_typed, note_start_folder
 
 if __name__ == "__main__":
-    # Do this before importing torch, which takes seconds in which the actor could die or a signal could arrive.
+    # Do this before importing torch, which takes seconds: meanwhile, the actor could die or a signal could arrive.
     die_with_parent()
     stop_before_start()
     note_start_folder()

@@ -1,4 +1,4 @@
-"""Prints the output of all machines of a run in one place."""
+"""Merges the output of all machines of a run."""
 
 from __future__ import annotations
 

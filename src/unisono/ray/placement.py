@@ -42,14 +42,14 @@ class Needs:
 
 @dataclass(frozen=True)
 class Place:
-    """A place for one machine: a bundle of a placement group."""
+    """A placement-group bundle for one machine."""
 
     group: Any
     bundle: int
 
 
 def needs_of(resolved: Resolved, fewest: int) -> Needs:
-    """Returns the needs of a machine, from --gpus and --nproc; by default, all GPUs of a node."""
+    """Returns the resources that a machine needs, from --gpus and --nproc; by default, all GPUs of a node."""
     settings = resolved.build(Settings)
     launch, text = settings.launch, settings.launch.gpus.strip()
     if launch.nproc is not None and not resolved.explicit("gpus"):

@@ -41,7 +41,7 @@ def train(recipe: type[Recipe] | str, config: Any = None, *, address: str | None
 
 
 def without_machines(resolved: Resolved) -> Resolved:
-    """Returns the settings to check before Ray has chosen machines; rejects settings that Ray's driver sets itself."""
+    """Returns the settings to check before Ray chooses machines; rejects settings that the driver sets itself."""
     for name in _RAY_DECIDES:
         if resolved.explicit(name):
             raise ConfigError(f"{name}: the Ray driver sets this itself; remove it")
@@ -89,7 +89,7 @@ def _train(reference: str, resolved: Resolved, fewest: int, most: int) -> Any:
         cleanup.callback(lock.release)
         cleanup.enter_context(shown_in_notebook(Path(resolved.values["output_dir"])))
         places = cleanup.enter_context(placed(needs, fewest, most, launch.join_timeout, print_line))
-        secret = secrets.token_hex(32)  # so that only the machines of this run can join
+        secret = secrets.token_hex(32)  # without this secret, a machine cannot join the run
         host = RendezvousHost(
             0, fewest, most, launch.max_restarts, outside=True, secret=secret.encode(), print_line=print_line
         )

@@ -1,4 +1,4 @@
-"""The page of a study, study.html: the best trial, history, importance and slices of each setting, all trials."""
+"""Writes the page of a study, study.html: best trial, history, importance and slices of each setting, all trials."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def write_page(study: Study, output: Path | None = None) -> Path:
         raise UserError(f"{file} already exists and is not a page of unisono tune; choose another --output")
     try:
         write_atomically(file, page(study))
-    except (OSError, ValueError) as error:  # ValueError: a null byte in the path
+    except (OSError, ValueError) as error:  # ValueError: the path contains a null byte
         reason = error.strerror if isinstance(error, OSError) else error
         raise UserError(f"{file} cannot be written ({reason}); choose another --output") from None
     return file

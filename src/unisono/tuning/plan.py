@@ -1,4 +1,4 @@
-"""Defines what a study searches, and writes study.json, by which a later start recognises the same study."""
+"""Defines what a study searches over, and writes study.json, by which a later command recognises the same study."""
 
 from __future__ import annotations
 
@@ -76,17 +76,17 @@ class StudyOptions:
 
 @dataclass(frozen=True)
 class StudyPlan:
-    """A study: the recipe, its settings, the search space and how it is searched."""
+    """A study: the recipe, its settings, the search space, and the options of the search."""
 
     recipe: str
-    """Reference of the recipe, as the user wrote it."""
+    """Reference to the recipe, as the user wrote it."""
     name: str
     spaces: tuple[Space, ...]
     options: StudyOptions
     objective: str
     direction: str
     base: Resolved = field(repr=False)
-    """The settings of the trials; searched settings have their first value."""
+    """The settings of the trials; a searched setting has the first value of its space."""
     source: SettingsSource
 
     @property
@@ -172,7 +172,7 @@ def plan_study(
         raise ConfigError("nnodes: a study runs on one machine; start one study per machine, with other seeds")
     objective, direction = _objective(base, options)
     check_evaluations(base, spaces, options, objective)
-    for space in spaces:  # each end of a range and each choice, with the first values of the other settings
+    for space in spaces:  # check each end of a range and each choice, with the other settings at their first values
         for value in space.ends:
             try:
                 check_run(recipe_class, source.resolve(recipe_class, {**first, space.name: value}))

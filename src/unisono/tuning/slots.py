@@ -24,8 +24,8 @@ class Slot:
 def slots_of(resolved: Resolved, parallel: int) -> tuple[list[Slot], list[str]]:
     """Returns a slot for each of the `parallel` trials, and notes for the user.
 
-    The GPUs of `--gpus` are divided evenly. If there are fewer GPUs than trials, several trials share one. Trials on
-    the CPU divide the cores.
+    The GPUs of `--gpus` are divided evenly. If there are fewer GPUs than trials, several trials share a GPU. Trials on
+    the CPU share the cores.
     """
     launch = resolved.build(Settings).launch
     check_ranks(launch)

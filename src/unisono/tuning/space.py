@@ -42,7 +42,7 @@ class Numbers:
 
     @property
     def text(self) -> str:
-        """The range as `--search` takes it."""
+        """The range as text for `--search`."""
         step = "" if self.step is None else f":{self.shown(self.step)}"
         return f"{'log:' if self.log else ''}{self.shown(self.low)}..{self.shown(self.high)}{step}"
 
@@ -65,7 +65,7 @@ class Choices:
 
     @property
     def text(self) -> str:
-        """The choices as `--search` takes them."""
+        """The choices as text for `--search`."""
         return "|".join(self.values)
 
     @property
@@ -82,7 +82,7 @@ Space = Numbers | Choices
 
 
 def split_flag(flag: str) -> tuple[str, str]:
-    """Splits `--search`'s NAME=VALUES."""
+    """Splits the NAME=VALUES of `--search` into name and values."""
     name, equals, text = flag.partition("=")
     if not equals or not name.strip() or not text.strip():
         raise ConfigError(f"--search {shown(flag)}: expected NAME=VALUES, where VALUES is {_EXAMPLES}")
@@ -90,7 +90,7 @@ def split_flag(flag: str) -> tuple[str, str]:
 
 
 def read_space(field: Field, values: object) -> Space:
-    """Reads the values to try for a setting: a text as in `--search`, or, in Python, a list of choices."""
+    """Reads the values to try for a setting, from text as in `--search` or, in Python, from a list of choices."""
     if reason := _NOT_SEARCHABLE.get(field.name):
         raise ConfigError(f"search {field.name}: it cannot be searched, because {reason}")
     if isinstance(values, Sequence) and not isinstance(values, str):

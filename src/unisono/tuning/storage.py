@@ -84,7 +84,7 @@ class Storage:
             number = len(self._study.get_trials(deepcopy=False))
             self._study.sampler = self._sampler(number, "")
             trial = self._study.ask()
-            assert trial.number == number  # the study's folder is locked, so no other process creates trials now
+            assert trial.number == number  # no other process can create trials while this one holds the study's lock
         else:
             self._study.sampler = self._sampler(number, "")
             trial_id = self._storage.get_trial_id_from_study_id_trial_number(
@@ -104,11 +104,11 @@ class Storage:
         self._trials[number].report(value, step)
 
     def should_prune(self, number: int) -> bool:
-        """Returns whether the trial's last evaluation is so bad that the trial should stop."""
+        """Returns whether the trial should stop because its last evaluation is bad."""
         return bool(self._study.pruner.prune(self._study, self._frozen(number)))
 
     def complete(self, number: int, value: float, **notes: Any) -> None:
-        """Ends a trial with its objective. Without a finite value, the trial has failed."""
+        """Ends a trial with its objective value; if the value is not finite, the trial counts as failed."""
         if not math.isfinite(value):
             self.fail(number, f"the objective is {value}", **notes)
             return
@@ -116,7 +116,7 @@ class Storage:
         self._study.tell(self._trials.pop(number), value)
 
     def prune(self, number: int, **notes: Any) -> None:
-        """Ends a trial that was stopped early; its value is that of its last evaluation."""
+        """Ends a trial that was stopped early; its value is the value of its last evaluation."""
         self._note(number, notes)
         self._study.tell(self._trials.pop(number), state=self._optuna.trial.TrialState.PRUNED)
 

@@ -151,5 +151,5 @@ def _importances(study: optuna.Study) -> dict[str, float]:
         return {}
     try:
         return dict(get_param_importances(study))
-    except (RuntimeError, ValueError):  # every trial has the same value of each setting
+    except (RuntimeError, ValueError):  # each setting has the same value in every trial
         return {}

@@ -15,9 +15,9 @@ from unisono.errors import UserError
 from unisono.observe.lock import FolderLock
 
 CLAIMS = "claims"
-"""The folder with the locks of trials; it is empty unless processes work on the study."""
+"""The folder with the locks of trials. It is empty while no process works on the study."""
 
-_WAIT_S = 300.0  # other processes hold the lock for moments, but a network file system may be slow
+_WAIT_S = 300.0  # other processes hold the lock only briefly, but a network file system may be slow
 
 
 class StudyLock:
@@ -55,7 +55,7 @@ class StudyLock:
             lock.release()
 
     def claim(self, number: int) -> bool:
-        """Claims a trial; returns False if another process trains it, or if this process has begun it already."""
+        """Claims a trial; returns False if another process trains it, or if this process has already begun it."""
         if number in self._claims:
             return False
         lock = FolderLock(self._folder / CLAIMS / f"{number:04d}")
@@ -71,5 +71,5 @@ class StudyLock:
         """Releases the claim of a finished trial."""
         self._claims.pop(number).release()
         for folder in (self._folder / CLAIMS / f"{number:04d}", self._folder / CLAIMS):
-            with suppress(OSError):  # it does not exist, or it contains locks of other processes
+            with suppress(OSError):  # the folder does not exist, or it contains locks of other processes
                 folder.rmdir()

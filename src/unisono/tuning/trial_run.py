@@ -21,11 +21,11 @@ from unisono.plain_files import read_json
 
 TRIALS = "trials"
 MAX_RESTARTS = 3
-"""Maximum number of restarts of a trial after a signal ended it."""
+"""Maximum number of times that a trial is restarted after a signal has ended its process."""
 
 
 class NoObjective(UserError):
-    """Raised if the evaluation of a trial has no metric with the objective's name."""
+    """Raised if an evaluation of a trial does not contain the objective."""
 
 
 def folder_of(study: Path, number: int) -> Path:
@@ -65,12 +65,12 @@ class TrialRun:
         parent = os.getpid()
 
         def end_with_study() -> None:
-            die_with_parent()  # kills the trial if the study is killed
+            die_with_parent()  # makes the kernel kill the trial if the study is killed
             if os.getppid() != parent:
                 os._exit(128 + signal.SIGKILL)
 
-        # -P: files in the current folder cannot shadow modules. A session of its own: Ctrl-C reaches only the study,
-        # which asks its trials to stop.
+        # -P: files in the current folder cannot shadow modules. A separate session: Ctrl-C reaches only the study,
+        # which then asks its trials to stop.
         command = [sys.executable, "-P", "-m", "unisono", "train", *self._arguments, f"--output_dir={self.folder}"]
         with open(self.log, "ab") as log:
             return subprocess.Popen(
@@ -84,19 +84,19 @@ class TrialRun:
             )
 
     def poll(self) -> int | None:
-        """Returns the exit code of the trial, or None while it runs; restarts a trial that a signal ended."""
+        """Returns the exit code of the trial, or None while it runs; restarts the trial if a signal ended it."""
         code = self._process.poll()
         was_killed = code is not None and (code < 0 or code in (128 + signal.SIGKILL, EXIT_STOPPED))
         if was_killed and not self.is_stopping and self._restarts < MAX_RESTARTS:
             self._restarts += 1
             self._process = self._start()
-            if self.is_stopping:  # a signal came meanwhile, and has reached only the old process
+            if self.is_stopping:  # stop() was called meanwhile, and its signal reached only the old process
                 self._process.terminate()
             return None
         return code
 
     def new_evaluations(self) -> Iterator[tuple[int, float, bool]]:
-        """Yields step, objective and whether it is the run's last step, of the evaluations since the last call."""
+        """Yields step, objective and whether the step is the run's last, for each evaluation since the last call."""
         file = self.folder / METRICS
         with suppress(OSError):
             size = file.stat().st_size
@@ -124,7 +124,7 @@ class TrialRun:
             self._process.terminate()
 
     def kill(self) -> None:
-        """Kills the run and waits for it."""
+        """Kills the run and waits until it has ended."""
         self.is_stopping = True
         self._process.kill()
         self._process.wait()
@@ -167,7 +167,7 @@ def mark_trial(folder: Path, outcome: str, **details: Any) -> None:
     file = folder / RUN
     try:
         record = read_json(file)
-    except (OSError, ValueError):  # the run failed before its first step, and has no folder
+    except (OSError, ValueError):  # the run failed so early that it has no folder
         return
     trial = {"outcome": outcome, **details}
     if record.get("trial") == trial:

@@ -43,13 +43,13 @@ from unisono.typed_paths import absolute, as_typed, note_start_folder
 
 _POLL_S = 0.05
 _LOOK_AGAIN_S = 5.0
-"""Seconds after which a process with a free slot looks for trials whose process has died."""
+"""Interval in seconds at which a process with a free slot looks for trials whose process has died."""
 _ALL_FAILED = 3
 """The study ends with an error if this many trials have finished and all of them have failed."""
 
 
 class StudyStopped(UnisonoError):
-    """A signal stopped the study; the same command continues it."""
+    """Raised if a signal stopped the study; the same command continues it."""
 
     exit_code = EXIT_STOPPED
 
@@ -112,7 +112,8 @@ def run_study(
 ) -> Study:
     """Runs a study to its end, or continues it; raises StudyStopped if a signal stops it.
 
-    `shared`: other processes may work on the study at the same time. This process ends when no trial is left for it.
+    `shared`: other processes may work on the study at the same time. The function then returns when no trial is left
+    for this process.
     """
     world = detect()
     if world.launcher != "plain" and world.size > 1:
@@ -160,7 +161,7 @@ class _Running:
 
 
 class _Loop:
-    """Starts, follows and ends the trials of a study."""
+    """Starts, monitors and ends the trials of a study."""
 
     def __init__(
         self,
@@ -179,7 +180,7 @@ class _Loop:
     def run(self) -> None:
         """Runs trials until enough of them have finished."""
         with self._lock.decision():
-            for trial in self._storage.finished():  # the study may have been killed before it updated the run folder
+            for trial in self._storage.finished():  # the study may have been killed before updating the run folder
                 self._mark(trial.number)
             done, unfinished = self._storage.num_finished, len(self._storage.unfinished())
         if done or unfinished:
@@ -213,7 +214,7 @@ class _Loop:
     def _start_trials(self) -> None:
         while self._free and self._signal is None:
             trial = self._next_trial()
-            if trial is None or self._signal is not None:  # waiting for the lock may have taken long
+            if trial is None or self._signal is not None:  # a signal may arrive while waiting for the lock
                 return
             if not trial.is_new and self._prune_after_kill(trial):
                 continue
@@ -223,7 +224,7 @@ class _Loop:
             arguments += [*self._checkpoint_flags(), *slot.flags]
             run = TrialRun(self._folder, trial.number, arguments, slot.environ, self._plan.objective, trial.last_step)
             self._running.append(_Running(run, trial, slot, time.monotonic()))
-            if self._signal is not None:  # it came before this trial was in the list
+            if self._signal is not None:  # the signal arrived before this trial was in the list
                 run.stop()
 
     def _next_trial(self) -> Trial | None:
@@ -250,7 +251,7 @@ class _Loop:
         return True
 
     def _checkpoint_flags(self) -> list[str]:
-        """Makes trials save at each evaluation, so that a killed trial loses little; a setting of the user wins."""
+        """Makes trials save at each evaluation, so that a killed trial loses little, unless the user chose otherwise."""
         base, flags = self._plan.base, []
         if not base.explicit("save_every") and base.values["eval_every"] > 0:
             flags.append(f"--save_every={base.values['eval_every']}")
@@ -260,7 +261,7 @@ class _Loop:
 
     def _follow(self, running: _Running) -> None:
         run, number = running.run, running.trial.number
-        code = run.poll()  # before reading the evaluations, so that none is missed after the end
+        code = run.poll()  # before reading the evaluations, so that none is missed if the run ends in between
         if not run.is_pruned:
             for step, value, is_last in run.new_evaluations():
                 self._storage.report(number, step, value)
@@ -275,7 +276,7 @@ class _Loop:
         self._free.insert(0, running.slot)
         if run.is_pruned:
             self._conclude(number)
-        elif not (self._signal and code in (EXIT_STOPPED, -signal.SIGTERM)):  # killed: its Python had just started
+        elif not (self._signal and code in (EXIT_STOPPED, -signal.SIGTERM)):  # SIGTERM: Python had only just started
             self._finish(running, code)
 
     def _finish(self, running: _Running, code: int) -> None:

@@ -44,7 +44,7 @@ class Ranker:
         description: str,
         max_pair_length: int | None = None,
     ) -> None:
-        """`description` says which weights these are. `max_pair_length` limits query plus page for a cross-encoder."""
+        """`description` names the model in messages. `max_pair_length` limits query plus page for a cross-encoder."""
         self.model, self.config, self.description = model.eval(), config, description
         self._tokenizer: Any = tokenizer
         self._max_pair_length = max_pair_length
@@ -76,7 +76,7 @@ class Ranker:
             return self.embed(queries, "query") @ self.embed(pages, "page").T
         query_rows = _rows(self._tokenizer, queries, self.config.query_length, special_tokens=False)
         page_rows = _rows(self._tokenizer, pages, self.config.max_length, special_tokens=False)
-        # Scores one query at a time, because all pairs together may not fit into memory.
+        # Score one query at a time, because all pairs together may not fit into memory.
         return torch.stack([self._pair_scores(query, page_rows) for query in query_rows])
 
     def _vectors(self, rows: Sequence[Row], numbers: Sequence[int]) -> Tensor:
@@ -150,7 +150,7 @@ def open_ranker(
 
 
 class SiteEncoder:
-    """Embeds queries and pages for the comparison of a site's pages."""
+    """Embeds queries and pages to compare a site's pages."""
 
     def __init__(self, ranker: Ranker, name: str) -> None:
         self.name, self._ranker = name, ranker
@@ -166,7 +166,7 @@ class SiteEncoder:
 
 
 def open_encoder(place: str | Path) -> SiteEncoder | None:
-    """Opens a run of the task `rank`, or a model, as an encoder; None if it embeds nothing, as a cross-encoder."""
+    """Opens a run of the task `rank`, or a model, as an encoder; returns None for a model without embeddings."""
     with nothing_fetched():
         ranker = open_ranker(place)
     return SiteEncoder(ranker, f"{place} ({ranker.description})") if ranker.embeds else None

@@ -257,8 +257,8 @@ class AdvancedLLMSEOEngine:
     def analyze_seo_score(self, text: str, keywords: Sequence[str] | str = ()) -> dict[str, Any]:
         """Returns the learned score of a text and, separately under `checks`, the results of rule-based checks.
 
-        `seo_score` is a number, the probability of the second of two classes, or the mean of several numeric classes. It
-        is None before training, and `reason` says why.
+        `seo_score` is a number, the probability of the second of two classes, or the mean of several numeric classes.
+        It is None before training, and `reason` says why.
         """
         _check_text(text, "text")
         checks = [asdict(check) for check in check_text(text, _keywords(keywords))]

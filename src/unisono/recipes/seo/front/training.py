@@ -146,7 +146,7 @@ class Training:
             if best_loss - loss > config.early_stopping_min_delta:
                 best, best_loss, num_without = number, loss, 0
                 if config.save_checkpoints:
-                    # Of the epochs before the resume, only the last one's weights are in memory; take the checkpoint.
+                    # Except for the last one, the weights of epochs before the resume are only in the checkpoint.
                     checkpoint = self._path(BEST) if number < num_done - 1 else self.save_checkpoint(BEST)
             if num_without >= max(1, config.early_stopping_patience):
                 break

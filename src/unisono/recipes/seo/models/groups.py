@@ -50,7 +50,7 @@ def grouped(texts: Sequence[Tokens], pad_id: int, number: int, types: Sequence[T
     done = 0
     for start, stop in parts:
         chosen = order[start:stop]
-        # If there are fewer texts than groups, each empty group computes one of the texts again, and ignores the result.
+        # If there are fewer texts than groups, the empty groups compute one of the texts again and ignore the result.
         rows = [texts[each] for each in chosen] or [texts[order[0]]]
         padded, mask = pad(rows, pad_id)
         ids.append(padded)

@@ -1,7 +1,7 @@
-"""Task rank, method bi: the model embeds query and page separately.
+"""The task `rank` with the method `bi`: the model embeds query and page separately.
 
-The loss is contrastive: each query must pick its page from all pages of the global batch, on all ranks, and from hard
-negatives. A page is not used as a negative if it equals the positive, belongs to the same query, or is also relevant.
+The loss is contrastive: each query must pick its page from all pages of the global batch, on all ranks, and from the
+hard negatives. A page is not used as a negative if it equals the positive, belongs to the same query, or is relevant.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 _NO_KEY = -1  # key of a missing negative
 _NO_PAGE = -2  # page number of a missing negative; `relevant` is padded with -1
-_BLOCK = 256  # queries per batch when the held-out queries are embedded
+_BLOCK = 256  # number of held-out queries to embed at once
 
 
 class BiEncoder(RankingTask):
@@ -46,7 +46,7 @@ class BiEncoder(RankingTask):
     packs = False
     """Whether texts are packed without padding."""
     uncounted: int | None = None
-    """The token without a position (see `Encoder.uncounted`), used when texts are packed."""
+    """Id of the token that gets no position when texts are packed; see `Encoder.uncounted`."""
 
     def model(self) -> nn.Module:
         """Builds the encoder."""
@@ -146,7 +146,7 @@ class BiEncoder(RankingTask):
         return contrastive(rows, self.config.scale, both_ways=self.config.both_ways, anchors=slice(start, stop))
 
     def before_evaluation(self, model: nn.Module) -> None:
-        """Embeds the held-out queries. There are few, so every process embeds all queries."""
+        """Embeds the held-out queries. There are few of them, so every process embeds all of them."""
         queries, device = self.texts("eval_queries"), next(model.parameters()).device
         tokens = [queries[int(number)] for number in self.matching("eval").queries]
         pad_id, parts = int(self.tokenizer.pad_token_id), []
@@ -179,7 +179,7 @@ def contrastive(
     """Returns the cross entropy of each query's page among the pages and hard negatives of all queries.
 
     With both_ways it also compares each page with all queries. False negatives are masked. `anchors` selects the
-    samples whose losses are summed, so the largest matrix is only as large as these samples times all samples.
+    samples whose losses are summed, so the largest matrix has only one row per selected sample.
     """
     queries, pages, everyone = rows["query"], rows["page"], slice(None)
     right = torch.arange(len(queries), device=queries.device)[anchors]

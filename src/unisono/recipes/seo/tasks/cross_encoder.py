@@ -1,4 +1,4 @@
-"""Task rank, method cross: the model reads query and page together and outputs one score.
+"""The task `rank` with the method `cross`: the model reads query and page together and outputs one score.
 
 This is slower and more accurate than comparing embeddings, so the model only reranks the results of BM25. In training,
 each query comes with its page and several negatives: hard negatives if the data has them, otherwise random pages.

@@ -69,7 +69,7 @@ def load(folder: Path, side: str) -> Matching:
     arrays: dict[str, Any] = {}
     for name in _FIELDS:
         file = folder / f"{side}.{name}.npy"
-        small = file.stat().st_size < 4096  # an empty array cannot be memory-mapped
+        small = file.stat().st_size < 4096  # read small files, because an empty array cannot be memory-mapped
         arrays[name] = np.load(file, mmap_mode=None if small else "r", allow_pickle=False)
     return Matching(**arrays)
 

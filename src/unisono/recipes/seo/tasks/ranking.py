@@ -1,4 +1,4 @@
-"""Base class of both methods of the task rank: queries and pages, the held-out split, and the baselines."""
+"""Base class of both methods of the task `rank`: queries and pages, the held-out split, and the baselines."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class RankingTask(Task):
         config, remarks = self.config, list[str]()
         data = self._read(str(config.data_path), "train", remarks, work)
         other = self._other(data, remarks, work)
-        sides = self._sides(data, other, remarks)  # done on every process, so that all processes raise the same error
+        sides = self._sides(data, other, remarks)  # on every process, so that all processes raise the same error
         self._check_wrong_pages(sides["train"], data)
         if len(work.share([0])):
             for side, matching in sides.items():
@@ -88,7 +88,7 @@ class RankingTask(Task):
         if work.meet():
             return
         if len(work.share([0])):
-            # Paths are relative to this folder, because a run may be moved; those in cache_dir are absolute.
+            # Store paths relative to this folder, because a run may be moved; paths in cache_dir are absolute.
             token_folders = {name: str(_seen_from(self.folder, place)) for name, place in places.items()}
             write_cache_file(self.folder / _TOKEN_FOLDERS, json.dumps(token_folders).encode())
             if lines is not None:
@@ -105,7 +105,7 @@ class RankingTask(Task):
                 return self._read(self.config.eval_data_path, "test", remarks, work)
             except ConfigError:
                 train_split = self._read(self.config.eval_data_path, "train", remarks, work)
-                if train_split.has_split("test"):  # the split exists, so the error has another cause
+                if train_split.has_split("test"):  # the test split exists, so the error has another cause
                     raise
                 return train_split
         if self.config.num_eval is None and data.has_split("test"):
@@ -146,7 +146,7 @@ class RankingTask(Task):
             whole = replace(whole, candidates=candidates)
         what = f"data_path {config.data_path}"
         train, held_out = hold_out(whole, config.num_eval, config.num_candidates, what, among)
-        # The model would memorise exact duplicates of held-out queries.
+        # Remove exact duplicates of held-out queries from training, because the model would memorise them.
         left = without(train, query_hashes, query_hashes[held_out.queries])
         if not len(left.queries):
             raise ConfigError(f"{what}: all other queries are exact duplicates of held-out ones; add more queries")
@@ -157,7 +157,7 @@ class RankingTask(Task):
         return {"train": left, "eval": held_out}
 
     def _check_wrong_pages(self, train: Matching, data: Ranking) -> None:
-        """Rejects data without any page that could serve as a negative."""
+        """Rejects data in which no page could serve as a negative."""
         has_negatives = data.num_pages > 1
         if self.coupled:  # the pages of other queries are the negatives
             named = bool(self.config.num_negatives and len(train.negatives))

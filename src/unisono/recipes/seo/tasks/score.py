@@ -1,4 +1,4 @@
-"""Task score: a number or a class for a page, learned from the user's labels.
+"""The task `score`: predicts a number or a class for a page, learned from the user's labels.
 
 Evaluations on held-out pages include baselines that do not read the page (`metrics/scores.py`), and an exported model
 contains a calibration of its outputs (`metrics/calibration.py`).
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 _HELD_OUT = "held_out.npz"
 _MOST_CALIBRATED = 1000  # maximum number of held-out pages for calibration, because an export may run on a CPU
-_SHORTEST = 32  # in tokens; padding up to this length costs next to nothing
+_SHORTEST = 32  # shortest padded length in tokens; padding up to this length costs next to nothing
 _BATCH = 32
 
 
@@ -157,7 +157,7 @@ class Score(Task):
                 f"num_eval {number}: data_path {self.config.data_path} has {len(first)} distinct pages; some must "
                 "remain for training"
             )
-        # The split does not depend on the run's seed, so that runs with different seeds can be compared.
+        # Do not use the run's seed for the split, so that runs with different seeds can be compared.
         drawn = Order(len(first), seed=0).indices(np.arange(number))
         out = np.isin(same, drawn)
         return np.flatnonzero(~out), np.flatnonzero(out)

@@ -1,4 +1,4 @@
-"""Task snippet: writes a title or a description for a page.
+"""The task `snippet`: writes a title or a description for a page.
 
 An encoder-decoder encodes the page and generates the text; a decoder continues a prompt of the page and a cue. The loss
 is the negative log likelihood of the target tokens. Evaluations decode greedily; the baseline is the page's first
@@ -38,9 +38,10 @@ if TYPE_CHECKING:
 
     from unisono.data.noise import Noise
 
-_NUM_WRITTEN = 64  # held-out pages to generate text for in an evaluation; each token takes a forward pass
+# Number of held-out pages to generate text for in an evaluation; each token takes a forward pass.
+_NUM_WRITTEN = 64
 _NUM_SHOWN = 8
-_HOW = "snippet.json"  # file in an exported folder that describes how to prompt the model
+_HOW = "snippet.json"  # file in the exported folder that describes how to prompt the model
 _DEBIAN = "debian"
 
 
@@ -173,7 +174,7 @@ class Snippet(Task):
         labels = torch.full_like(ids, UNSEEN)
         for number, (prompt, row) in enumerate(zip(prompts, rows, strict=True)):
             labels[number, len(prompt) : len(row)] = ids[number, len(prompt) : len(row)]
-        # The logits of all page tokens would take much memory; only those after the shortest prompt are needed.
+        # The logits of all page tokens would take much memory, and only logits after the shortest prompt are needed.
         keep = torch.arange(min(map(len, prompts)) - 1, max(map(len, rows)) - 1)
         return {"ids": ids, "mask": mask, "labels": labels[:, keep + 1], "keep": keep, "index": index}
 
@@ -194,7 +195,7 @@ class Snippet(Task):
         return Loss(total, (labels != UNSEEN).sum())
 
     def before_evaluation(self, model: nn.Module) -> None:
-        """Generates texts for the first held-out pages, on all ranks, because a sharded model needs every rank."""
+        """Generates texts for the first held-out pages on all ranks, because a sharded model needs every rank."""
         self._written = self._write(model, _NUM_WRITTEN)
 
     def evaluate(self, model: nn.Module, batch: Any, noise: Noise) -> Mapping[str, Any]:

@@ -19,7 +19,7 @@ class Task:
     """Base class of all tasks. The recipe forwards the engine's calls to a task; see `engine/recipe.py`."""
 
     coupled = False
-    """Whether the loss compares samples with each other; `embed` and `couple_rows` then replace `loss`."""
+    """Whether the loss compares samples with each other; if so, `embed` and `couple_rows` replace `loss`."""
 
     headline: Sequence[str] = ()
     """Names of the evaluation metrics that are shown during training."""

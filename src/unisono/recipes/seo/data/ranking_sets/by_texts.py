@@ -105,7 +105,7 @@ def ranking_by_texts(source: Examples, splits: tuple[str, ...], remark: Remark, 
     """Builds a ranking data set from all rows."""
     bad = BadRows(leave_out_bad)
     queries, pages, answers = Hashes(), Hashes(), array("b")
-    owners = array("i")  # for each page, the row that it first occurs in
+    owners = array("i")  # the row of each page text, including repeated texts
     for number, row in enumerate(source.rows(bad)):
         queries.add(row.query)
         for texts, grade in ((row.positives, 1), (row.negatives, 0)):

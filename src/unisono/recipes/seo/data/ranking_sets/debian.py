@@ -177,7 +177,7 @@ def _note(fields: dict[str, str], description: str, described: dict[str, tuple[s
 
 
 def _stanzas(path: Path) -> Iterator[dict[str, str]]:
-    """Yields the entries of an apt file, in which continuation lines begin with a blank and an empty line ends an entry."""
+    """Yields the entries of an apt file. An empty line ends an entry; a leading blank marks a continuation line."""
     fields: dict[str, str] = {}
     name = ""
     with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
