@@ -46,7 +46,7 @@ class RemoteCheckpoint:
         return all(stored.get(key) == value for key, value in identity.items() if value is not None)
 
     def files(self) -> list[str]:
-        """The checkpoint's files in the store, without its manifest."""
+        """Returns the names of the checkpoint's files in the store, without its manifest."""
         return [] if self.manifest is None else [f"{self.folder}/{name}" for name in self.manifest.files]
 
 

@@ -74,7 +74,7 @@ class Storage:
         return [trial for trial in self._study.get_trials(deepcopy=False) if trial.state.is_finished()]
 
     def unfinished(self) -> list[int]:
-        """Numbers of the trials that were running when the study was stopped or killed."""
+        """Returns the numbers of the trials that were running when the study was stopped or killed."""
         return [trial.number for trial in self._study.get_trials(deepcopy=False) if not trial.state.is_finished()]
 
     def begin(self, number: int | None = None) -> Trial:

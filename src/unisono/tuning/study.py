@@ -68,7 +68,7 @@ class Study:
     """The importance of each searched setting for the objective (PED-ANOVA); empty if there are too few trials."""
 
     def count(self, state: str) -> int:
-        """Number of trials in a state: complete, pruned, failed or unfinished."""
+        """Returns the number of trials in a state: complete, pruned, failed or unfinished."""
         return sum(trial.state == state for trial in self.trials)
 
     @property

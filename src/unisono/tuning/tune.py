@@ -251,7 +251,7 @@ class _Loop:
         return True
 
     def _checkpoint_flags(self) -> list[str]:
-        """Makes trials save at each evaluation, so that a killed trial loses little, unless the user chose otherwise."""
+        """Makes trials save at each evaluation, so a killed trial loses little; the user's settings take precedence."""
         base, flags = self._plan.base, []
         if not base.explicit("save_every") and base.values["eval_every"] > 0:
             flags.append(f"--save_every={base.values['eval_every']}")

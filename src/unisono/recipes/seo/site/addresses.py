@@ -6,7 +6,7 @@ from urllib.parse import urljoin, urlsplit
 
 
 def joined(base: str, link: str) -> str:
-    """The absolute URL of a link; the link itself if it is not a URL, such as `http://[x`."""
+    """Returns the absolute URL of a link; the link itself if it is not a valid URL, such as `http://[x`."""
     try:
         return urljoin(base, link)
     except ValueError:
@@ -14,7 +14,7 @@ def joined(base: str, link: str) -> str:
 
 
 def path_of(url: str) -> str:
-    """The path of a URL; empty if it is not a URL."""
+    """Returns the path of a URL; empty if the URL is invalid."""
     try:
         return urlsplit(url).path
     except ValueError:
@@ -22,7 +22,7 @@ def path_of(url: str) -> str:
 
 
 def host_of(url: str) -> str | None:
-    """The host name of a URL; None if it has none or is not a URL."""
+    """Returns the host name of a URL; None if the URL has none or is invalid."""
     try:
         return urlsplit(url).hostname
     except ValueError:

@@ -54,15 +54,15 @@ class Duplicates:
             same_text.append(number)
 
     def same_titles(self) -> list[list[int]]:
-        """Groups of pages with the same title."""
+        """Returns groups of pages with the same title."""
         return self._without_declared(self._titles.values())
 
     def same_descriptions(self) -> list[list[int]]:
-        """Groups of pages with the same description."""
+        """Returns groups of pages with the same description."""
         return self._without_declared(self._descriptions.values())
 
     def same_texts(self) -> list[list[int]]:
-        """Groups of pages with the same words."""
+        """Returns groups of pages with the same words."""
         return self._without_declared(self._texts.values())
 
     def near_duplicates(self) -> list[tuple[list[int], float]]:
@@ -85,7 +85,7 @@ class Duplicates:
         ]
 
     def _shares(self, minhash: Any, others: Sequence[int]) -> NDArray[np.float64]:
-        """The estimated fraction of shingles that a text has in common with each of the other texts."""
+        """Estimates the fraction of shingles that a text has in common with each of the other texts."""
         values = [self._minhashes[other].hashvalues for other in others]
         return (np.stack(values) == minhash.hashvalues).mean(axis=1) if values else np.empty(0)
 

@@ -125,7 +125,7 @@ def _not_fetched(error: Exception) -> Unreadable:
 
 
 def has_credentials(url: str) -> bool:
-    """Whether a URL contains a user name or a password."""
+    """Returns whether a URL contains a user name or a password."""
     try:
         return urlsplit(url.strip()).username is not None
     except ValueError:

@@ -40,12 +40,12 @@ class Finding:
         return self.kind, self.page, self.subject
 
     def to_json(self) -> dict[str, str]:
-        """The finding's entry in report.json."""
+        """Returns the finding's entry in report.json."""
         return asdict(self)
 
 
 def of_check(page: str, check: Check) -> Finding:
-    """The finding of a failed check."""
+    """Converts a failed check to a finding."""
     severity = "notice" if check.name.startswith("keyword: ") else _OF_CHECKS.get(check.name, "warning")
     return Finding(check.name, severity, page, check.found, check.advice)
 

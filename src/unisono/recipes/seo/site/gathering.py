@@ -144,7 +144,7 @@ class _Folder:
         self._site, self._tree = site, Tree(site.root)
 
     def content(self, name: str) -> bytes | str | None:
-        """The content of a file; None if it does not exist."""
+        """Returns the content of a file; None if it does not exist."""
         try:
             inside = self._tree.relative(name)
             if inside not in self._tree:
@@ -154,7 +154,7 @@ class _Folder:
             raise ConfigError(f"{name}: {error}") from None
 
     def text(self, name: str) -> str | None:
-        """The text of a file; None if it does not exist or cannot be read."""
+        """Returns the text of a file; None if it does not exist or cannot be read."""
         try:
             content = self.content(name)
         except ConfigError:

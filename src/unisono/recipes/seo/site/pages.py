@@ -57,7 +57,7 @@ class Site:
         self._target_exists = lru_cache(maxsize=100_000)(_target_exists)  # every page links to the same menu
 
     def read(self, source: Path | str) -> bytes | str:
-        """The content of a page."""
+        """Reads the content of a page; raises Unreadable if that fails."""
         if isinstance(source, str):
             if self.crawl is not None:
                 return self.crawl.content(source)

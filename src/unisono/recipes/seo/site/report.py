@@ -59,7 +59,7 @@ class PageFindings:
         return [check for check in self.checks if check.failed]
 
     def to_json(self) -> dict[str, Any]:
-        """The page's entry in report.json."""
+        """Returns the page's entry in report.json."""
         return {
             "page": self.name,
             "title": self.title,
@@ -130,7 +130,7 @@ class Findings:
         return worst_first([*self.technical, *compared, *checked])
 
     def to_json(self) -> dict[str, Any]:
-        """The content of report.json."""
+        """Returns the content of report.json."""
         names = [page.name for page in self.pages]
         return {
             "site": self.site,

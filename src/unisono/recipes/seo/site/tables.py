@@ -12,7 +12,7 @@ _COLUMNS = ("severity", "kind", "page", "evidence", "fix", "subject")
 
 
 def findings_csv(findings: Iterable[Finding]) -> str:
-    """The findings as CSV."""
+    """Returns the findings as CSV."""
     return csv_of(_COLUMNS, ([getattr(finding, name) for name in _COLUMNS] for finding in findings))
 
 

@@ -66,6 +66,6 @@ def normalised(url: str) -> str | None:
 
 
 def origin_of(url: str) -> str:
-    """Scheme, host and port of a normalised URL."""
+    """Returns scheme, host and port of a normalised URL."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc}"

@@ -54,7 +54,7 @@ class Meaning:
     """Title and main text of each page, for writing labels."""
 
     def findings(self) -> list[Finding]:
-        """All findings, worst first."""
+        """Returns all findings, worst first."""
         return worst_first(
             Finding(each.kind, each.severity, each.page, each.evidence[:400], each.fix, each.subject)
             for each in self._findings()

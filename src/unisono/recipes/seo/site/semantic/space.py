@@ -28,7 +28,7 @@ class Encoder(Protocol):
         """The encoder's name in the report."""
 
     def embed(self, texts: Sequence[str], kind: Kind = "page") -> Floats:
-        """Unit vectors [texts, width]."""
+        """Returns unit vectors [texts, width]."""
 
 
 class Vectors:
@@ -140,7 +140,7 @@ class Dense:
         self.name, self.limits, self._encoder = encoder.name, OF_MEANING, encoder
 
     def embed(self, texts: Sequence[str], kind: Kind = "page") -> Vectors:
-        """Unit vectors of texts."""
+        """Returns unit vectors of texts."""
         if not len(texts):
             return Vectors(np.zeros((0, 1), np.float32))
         return Vectors(np.asarray(self._encoder.embed(list(texts), kind), np.float32))
