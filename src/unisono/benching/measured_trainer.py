@@ -199,7 +199,7 @@ class MeasuredTrainer(Trainer):
         return draws_random_numbers(compute, self._device), counts[0] / len(micro.positions)
 
     def _count_tokens(self) -> float | None:
-        """Returns the mean number of tokens per sample in the next micro-batches; None if batches do not show it."""
+        """Returns the mean number of tokens per sample in the next micro-batches; None if it cannot be determined."""
         with closing(self._feed.for_trial(self._sizer.plan)) as loader:
             micro_batches = list(itertools.islice(loader, _TOKEN_BATCHES))
         counts = [tokens_in(gathered(micro.data)) for micro in micro_batches]

@@ -91,7 +91,7 @@ class Index:
         return unique
 
     def locate(self, index: int) -> tuple[int, Array]:
-        """Returns the number of the file to which a row belongs, and the row."""
+        """Returns the number of the file that contains a row, and the row."""
         if not 0 <= index < len(self):
             raise IndexError(f"there is no sample {index}; the dataset has {len(self)} samples")
         width = self.dtype.itemsize * self.columns

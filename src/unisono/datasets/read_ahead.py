@@ -35,7 +35,7 @@ class ReadAhead:
         self._owner = os.getpid()
 
     def announce(self, indices: Iterable[int]) -> None:
-        """Appends samples to the announced ones."""
+        """Announces further samples."""
         if self._owner != os.getpid():  # in a forked process
             self._clear()
         self._waiting.extend(indices)

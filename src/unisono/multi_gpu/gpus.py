@@ -216,7 +216,7 @@ def _hide_others(choice: Choice) -> dict[str, str]:
 
 
 def _usable_by_cuda(gpus: list[Gpu]) -> list[Gpu]:
-    """Returns the GPUs that CUDA can use: all if it is not initialised yet, otherwise those that it sees."""
+    """Returns the GPUs that CUDA can use: all GPUs before CUDA is initialised, otherwise only the GPUs that it sees."""
     if not _cuda_is_initialised():
         return gpus
     visible = _uuids_in_cuda()

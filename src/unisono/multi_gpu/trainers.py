@@ -79,7 +79,7 @@ class OwnTrainer:
     def __init__(
         self, parts: UserParts, config: MultiGPUConfig, strategy: str, batch: dict[str, int], **settings: Any
     ) -> None:
-        """`strategy`, `batch` and `settings` use the engine's names. `settings` override those of the config."""
+        """`strategy`, `batch` and `settings` use the engine's names. `settings` override the config's settings."""
         self.config, self.model = config, parts.model
         if config.global_batch_size is not None:
             batch["global_batch_size"] = config.global_batch_size

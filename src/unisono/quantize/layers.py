@@ -128,7 +128,7 @@ def is_frozen_linear(module: nn.Module) -> bool:
 
 
 def check_names(model: nn.Module, names: Iterable[str], hook: str) -> list[str]:
-    """Returns the names that a recipe chose; raises RecipeError if one is not that of a frozen linear layer."""
+    """Returns the layer names that a recipe chose; raises RecipeError if a layer is not linear or not frozen."""
     layers = dict(model.named_modules())
     for name in (names := list(names)):
         if name not in layers or not is_frozen_linear(layers[name]):

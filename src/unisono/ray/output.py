@@ -14,7 +14,7 @@ class MergedOutput:
 
     def __init__(self) -> None:
         self._num_printed: Counter[str] = Counter()
-        self._num_seen: defaultdict[int, Counter[str]] = defaultdict(Counter)  # by machine
+        self._num_seen: defaultdict[int, Counter[str]] = defaultdict(Counter)  # machine -> how often each line occurred
 
     def write(self, machine: int, stream: str, line: str, *, is_main: bool) -> None:
         """Prints a line; `is_main`: it comes from the machine of rank 0, and is printed without a prefix."""

@@ -1,4 +1,4 @@
-"""The study in Optuna's database in the study's folder, which survives a kill at any moment.
+"""Stores the study in an Optuna database in the study's folder, which survives a kill at any moment.
 
 The database is study.db (SQLite), or study.log if several processes work on the study: Optuna's journal, whose locks
 also work on network file systems.

@@ -40,7 +40,7 @@ class Work:
     attended_bytes: float = 0.0
     """Bytes of queries, keys, values and results of fused attention, which context parallelism exchanges."""
     launches: float = 0.0
-    """Number of kernels."""
+    """Number of kernel launches."""
 
     def __add__(self, other: Work) -> Work:
         return Work(

@@ -16,7 +16,7 @@ _AT_MOST |= {"target_length": 1024, "scale": 1e4, "lora_rank": 4096, "lora_dropo
 
 
 def check_kind(config: Config) -> None:
-    """Rejects settings that only affect other tasks; separate from check_config, so that old runs can be exported."""
+    """Rejects settings that affect only other tasks. Separate from check_config, so that old runs can be exported."""
     for name, kinds in FOR.items():
         if config.kind not in kinds and getattr(config, name) != getattr(Config, name):
             kind = kinds[0] if len(kinds) == 1 else "task rank"

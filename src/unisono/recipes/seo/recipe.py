@@ -131,7 +131,7 @@ class Seo(Recipe):
                 "strategy dp cannot split the batches of --method bi; use ddp, which is also faster, or --method cross"
             )
 
-    # Methods called by the engine, most of which forward to the task -------------------------------------------------
+    # Methods that the engine calls; most of them forward to the task -------------------------------------------------
 
     def prepare(self, work: Work) -> None:
         """Reads and tokenizes the data."""
@@ -157,7 +157,7 @@ class Seo(Recipe):
 
     @cached_property
     def _lora_base(self) -> LoraBase | None:
-        """The base weights of a LoRA, or None without one; ConfigError if the run began with different base weights."""
+        """The base weights of a LoRA; None without a LoRA. ConfigError if the run began with other base weights."""
         from unisono.recipes.common.lora_base import LoraBase
         from unisono.recipes.seo.models.load import place_of
         from unisono.recipes.seo.models.tiny import TINY

@@ -20,7 +20,7 @@ from unisono.recipes.common.tree import one_line
 MAX_LINE = 2**26
 """Maximum number of characters per line, so that a file without line breaks cannot fill the memory."""
 
-_BYTE_ORDER_MARKS = {  # longest first: the mark of UTF-32 begins with that of UTF-16
+_BYTE_ORDER_MARKS = {  # longest first: the mark of UTF-32 begins with the mark of UTF-16
     codecs.BOM_UTF32_LE: "utf-32",
     codecs.BOM_UTF32_BE: "utf-32",
     codecs.BOM_UTF8: "utf-8-sig",

@@ -86,7 +86,7 @@ class Page:
 
 
 def parse_page(html: bytes | str, name: str, look: Callable[[Element], None] | None = None) -> Page:
-    """Parses a page; `name` is its name in messages. `look` is called with the root of its elements, if it has any."""
+    """Parses a page; `name` is its name in messages. Calls `look` with the root element if the page has elements."""
     problems: list[str] = []
     if len(html) > MAX_BYTES:
         problems.append(f"longer than {MAX_BYTES // 2**20} MiB: truncated")

@@ -177,7 +177,7 @@ _FIELD_OF = {
     **{name: name for name in ("sync_batch_norm", "bucket_cap_mb", "find_unused_parameters", "static_graph")},
     **{name: name for name in ("broadcast_buffers", "gradient_as_bucket_view")},
 }
-"""Settings of the engine for which SEOConfig has a field, and that field."""
+"""Maps engine settings to the SEOConfig fields that set them."""
 
 
 def _check_type(name: str, annotation: str, value: Any) -> None:

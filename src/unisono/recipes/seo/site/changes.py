@@ -1,4 +1,4 @@
-"""Compares the findings of a report with those of an earlier one: which are new, fixed or still there."""
+"""Compares the findings of a report with an earlier report: which findings are new, fixed or still there."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from unisono.recipes.seo.site.text_rules import Check
 
 SEVERITIES = ("error", "warning", "notice")
-"""An error keeps a page out of search or shows users something broken; a notice is often intended."""
+"""An error keeps a page out of search or shows users something broken; a notice is often about something intended."""
 
 # Severity of a failed check of the page's rules; the others are warnings.
 _OF_CHECKS = {

@@ -91,7 +91,7 @@ def match(data: Ranking) -> Matching:
 def hold_out(
     whole: Matching, num_eval: int | None, num_candidates: int | None, what: str, among: NDArray[np.bool_] | None = None
 ) -> tuple[Matching, Matching]:
-    """Returns the judgements for training, and those of held-out queries, which are evenly spaced.
+    """Returns the judgements for training, and the judgements of held-out queries, which are evenly spaced.
 
     The candidates of held-out queries are their relevant pages and other evenly spaced ones. `among` selects the
     queries that may be held out.

@@ -126,7 +126,7 @@ class Score(Task):
         return read_labelled(path, remark=self._remark, leave_out_bad=self.config.leave_out_bad, kind=kind)
 
     def _read_held_out(self, data: Labelled) -> Labelled | None:
-        """Reads the pages of eval_data_path, with labels encoded as the classes of data_path; None without a path."""
+        """Reads the pages of eval_data_path, with labels encoded as in data_path; None if eval_data_path is not set."""
         path = self.config.eval_data_path
         if not path:
             return None

@@ -76,7 +76,7 @@ def ranking_by_ids(source: Source, remark: Remark, leave_out_bad: bool) -> Ranki
     if len(source.splits) == 1 and not judged.all():
         remark(f"{int((~judged).sum()):,} of {len(queries):,} queries have no judgement in {source.judged_file.name}")
 
-    number = np.cumsum(answered, dtype=np.int32) - 1  # renumbers the queries, because only those of this split remain
+    number = np.cumsum(answered, dtype=np.int32) - 1  # new query numbers, because only queries of this split remain
     used = answered[of_query]
     positives, hard = judgements(number[of_query[used]].astype(np.int32), of_page[used], grades[used], len(pages))
     chosen = queries.first.copy()

@@ -1,4 +1,4 @@
-"""Maps the pages of an old version of a site to those of the new one.
+"""Maps the pages of a site's old version to pages of its new version.
 
 A site has many pages about the same subject, so the most similar page may be the wrong one. The sentences decide: a
 page has moved if a large part of its sentences have counterparts in the new page.
@@ -21,7 +21,7 @@ _SAME_TITLE = 0.9
 
 @dataclass(frozen=True)
 class Move:
-    """An old page and the page to which it should redirect."""
+    """An old page and the new page that it should redirect to."""
 
     old: str
     new: int | None

@@ -1,4 +1,4 @@
-"""Checks the links of a page and the redirects of a site, and finds pages to which no page links."""
+"""Checks the links of a page and the redirects of a site, and finds pages that no page links to."""
 
 from __future__ import annotations
 

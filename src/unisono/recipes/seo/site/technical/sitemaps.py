@@ -44,7 +44,7 @@ Read = Callable[[str], bytes | str | None]
 
 
 def read_sitemaps(urls: Iterable[str], read: Read, required: Iterable[str] = ()) -> Sitemaps:
-    """Reads sitemaps and the sitemaps that they list; `required` are those that robots.txt names."""
+    """Reads sitemaps and the sitemaps that they list; `required` are the sitemaps that robots.txt names."""
     result, needed = Sitemaps(), set(required)
     waiting = list(dict.fromkeys(urls))
     known = set(waiting)
