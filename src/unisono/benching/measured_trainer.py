@@ -249,7 +249,7 @@ class MeasuredTrainer(Trainer):
         self._counts.append(report.count)
 
     def _warm_up_saves(self) -> None:
-        """Allocates no buffers for saving, because this run never saves."""
+        """Does nothing, because this run never saves and so needs no buffers for it."""
 
 
 def device_name(device: torch.device) -> str:

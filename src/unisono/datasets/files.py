@@ -152,7 +152,7 @@ def _build(family: Path, root: str, pattern: str) -> Path:
 
 
 def _walk(root: str, pattern: str) -> Iterator[tuple[str, int, list[str]]]:
-    """Yields each folder (relative), its modification time and the sorted names of its files, in a fixed order."""
+    """Yields each folder's relative path, modification time and sorted file names, in a fixed order of the folders."""
     waiting = [""]
     while waiting:
         folder = waiting.pop()

@@ -95,7 +95,7 @@ class Fetcher:
             self._jobs.put((self._results[index], read))
 
     def take(self, index: int) -> bytes | None:
-        """Waits for a sample and returns its content; None if it was not begun or failed: read it now."""
+        """Waits for a sample and returns its content; None if the caller has to read it, as after a failure."""
         if self._owner != os.getpid() or (result := self._results.pop(index, None)) is None:
             return None
         with suppress(Exception):  # reading it again reports the error

@@ -39,9 +39,8 @@ def run_simulated(federation: Federation) -> None:
     options = federation.options
     os.environ[ENVIRONMENT] = str(federation.folder / FEDERATION)
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # keeps Ray from hiding GPUs from clients
-    os.environ.setdefault(
-        "RAY_worker_niceness", "0"
-    )  # clients train inside Ray's workers, which get less CPU by default
+    # Clients train inside Ray's workers, which have a lower CPU priority by default.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     cpus = max(1, num_cpu_cores())
     run_simulation(
         server_app=server_app(),

@@ -47,7 +47,7 @@ class Upload:
         self._identity: dict[str, Any] = {}
 
     def open(self) -> None:
-        """Announces the run in the store, unless another run is there."""
+        """Uploads run.json; raises GiveUp if the store holds another run."""
         self._claim()
         self._send(RUN)
 

@@ -1,4 +1,4 @@
-"""Compares the training speed on all devices with that on one device, and finds the largest batch that fits."""
+"""Compares the training speed on all devices and on one device, and finds the largest batch that fits."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from unisono.planning.host import free_host_memory
 
 _LARGEST = 4096
 _PART_OF_HOST = 0.5  # fraction of the host's free memory to use; the rest is left to other programs
-_BESIDE_SAVED = 2.0  # factor on the size of the tensors saved for backward, to allow for their gradients and workspace
+_BESIDE_SAVED = 2.0  # memory for tensors saved for backward, their gradients and workspace, per byte of saved tensors
 _STATE_PER_WEIGHT = 4  # number of tensors of a weight's size: the weight, its gradient, and Adam's two moments
 
 

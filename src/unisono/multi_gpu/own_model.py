@@ -214,7 +214,7 @@ class OwnModel(Recipe):
             raise ConfigError(f"scheduler: expected a scheduler of torch.optim.lr_scheduler, got {kind}")
 
     def learning_rate(self, step: int) -> list[float]:
-        """Returns the learning rate of each parameter group, which the user's scheduler or own code sets."""
+        """Returns the learning rate of each parameter group, as set by the user's scheduler or code."""
         assert self._optimizer is not None
         if self._parts.schedule_every_step and self._scheduler is not None:
             while self.log.steps_scheduled < step:

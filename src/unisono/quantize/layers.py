@@ -95,7 +95,7 @@ def frozen_linears(model: nn.Module, blocks: Iterable[nn.Module], exact: Collect
 def linears(
     model: nn.Module, blocks: Iterable[nn.Module], accepts: Callable[[Any], bool], exact: Collection[str] = ()
 ) -> list[str]:
-    """Returns the names of the linear layers in `blocks` that `accepts` returns True for; no blocks: the whole model.
+    """Returns the names of the linear layers in `blocks` for which `accepts` is true; no blocks: in the whole model.
 
     Leaves out weights named in `exact`, weights that several modules share, and layers whose parent module reads their
     weight directly: torch.nn's attention, and its encoder layer, which uses one fused kernel in evaluation.

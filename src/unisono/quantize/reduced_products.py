@@ -94,7 +94,7 @@ def _weight_gradient(products: Products | None, rows: Tensor, inputs: list[Tenso
         x_codes, x_scales = quantised_rows(_rows(x).t(), "int8")
         return multiply(transposed(codes.t()), scales, transposed(x_codes.t()), x_scales.t(), rows.dtype)
     x_codes, x_scales = inputs
-    # One scale for all tokens, from the largest gradient times its token's scale of x, which is a power of two.
+    # One power-of-two scale for all tokens, from the largest product of a token's gradient and its scale of x.
     scale = scales_for((rows.abs().amax(dim=-1, keepdim=True) * x_scales).amax(), "fp8")
     codes = (rows * (x_scales / scale)).to(torch.float8_e4m3fn)
     a_scales = scale.expand(rows.shape[1], 1).contiguous()

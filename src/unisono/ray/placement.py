@@ -32,7 +32,7 @@ class Needs:
 
     @property
     def bundle(self) -> dict[str, float]:
-        """Returns the resources as a bundle of Ray: one CPU per rank, and the GPUs."""
+        """Returns the resources as a Ray bundle: one CPU per rank, and the GPUs."""
         return {"CPU": float(self.ranks), **({"GPU": float(self.gpus)} if self.gpus else {})}
 
     def describe(self) -> str:

@@ -30,7 +30,7 @@ class StudyLock:
 
     @contextmanager
     def whole_study(self) -> Iterator[None]:
-        """Holds the lock of a study that is not shared; afterwards, this process trains no trial."""
+        """Holds the lock of a study that is not shared; at the end, also releases all claims of this process."""
         lock = FolderLock(self._folder)
         if not self.shared:
             lock.take()

@@ -66,7 +66,7 @@ class Trace:
 
 
 def extended(short: Trace, longer: Trace, periods: float) -> Trace:
-    """Extrapolates from the traces of two models: adds the difference of `longer` and `short` `periods` more times.
+    """Extrapolates the trace of a deeper model: adds the difference between `longer` and `short` `periods` more times.
 
     Each further block adds the results that it stores until the backward pass reaches it, and its gradients after that.
     No moment in between needs more memory than the fuller one of both ends.

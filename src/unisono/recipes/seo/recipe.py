@@ -150,7 +150,7 @@ class Seo(Recipe):
         return model
 
     def weights(self, model: nn.Module) -> Weights | None:
-        """Tells the engine, if a LoRA is trained, that the base weights are loaded and not part of checkpoints."""
+        """If a LoRA is trained, tells the engine that the base weights are loaded and not part of checkpoints."""
         from unisono.recipes.common.lora_base import AsLoaded
 
         return AsLoaded() if self._lora_base else None

@@ -19,7 +19,7 @@ FOR = {
     "label": (_SCORE,),
     **dict.fromkeys(("write", "target_length"), (_SNIPPET,)),
 }
-"""Settings that affect only some tasks, with the tasks that they affect."""
+"""Maps settings that affect only some tasks to these tasks."""
 
 
 @dataclass

@@ -20,7 +20,7 @@ TEXT = ("text", "page", "content", "body")
 LABEL = ("label", "score", "target", "class", "labels")
 
 _MAX_CLASSES = 20  # up to this many distinct integers are treated as classes
-_MIN_PER_CLASS = 2  # integers with fewer rows each are treated as numbers
+_MIN_PER_CLASS = 2  # with fewer rows per distinct integer on average, integers are treated as numbers
 _LARGEST = 1e15  # largest label: its square is still finite in float32
 
 Kind = Literal["auto", "class", "number"]

@@ -33,7 +33,7 @@ _MAGIC = {
 _BOMS = {codecs.BOM_UTF8: "utf-8", codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_UTF16_BE: "utf-16-be"}
 _DECLARED = re.compile(rb"""<meta[^>]{0,500}?charset\s*=\s*["']?\s*([\w.:-]{2,40})""", re.IGNORECASE)
 _XML_DECLARED = re.compile(rb"""^\s*<\?xml[^>]{0,200}?encoding\s*=\s*["']([\w.:-]{2,40})""", re.IGNORECASE)
-_DECLARED_WITHIN = 4096  # browsers look for the declaration in the first 1,024 bytes
+_DECLARED_WITHIN = 4096  # bytes to search for the declaration; browsers search only 1,024 bytes
 # Encodings that browsers use instead of the declared one (WHATWG's table of labels). If a declaration of UTF-16 can be
 # read as ASCII, it must be wrong.
 _MEANS = {"iso8859-1": "cp1252", "ascii": "cp1252", "utf-16": "utf-8", "utf-16-le": "utf-8", "utf-16-be": "utf-8"}

@@ -66,7 +66,7 @@ _DELIMITERS = ",;\t"
 
 @dataclass(frozen=True)
 class Shown:
-    """How often a page was shown for a query; without a page or a query, the total over all of them."""
+    """How often a page was shown for a query. If page or query is None, the total over all pages or queries."""
 
     query: str | None
     page: str | None

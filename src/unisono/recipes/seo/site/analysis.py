@@ -69,7 +69,7 @@ def analyse(
     base_url: str | None = None,
     comparison: Comparison | None = None,
 ) -> Findings:
-    """Checks every page of a site with rules and scores it with a model; `base_url` is the URL of a local folder."""
+    """Checks every page with rules and scores it with a model; `base_url` is the URL that serves a local folder."""
     matches, gathering = KeywordPages(keywords or Keywords()), Gathering(site, base_url)
     analysis = _Analysis(site, matches, queries, model, gathering, comparison)
     texts = analysis.read_pages()

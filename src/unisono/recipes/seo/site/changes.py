@@ -21,7 +21,7 @@ class Changes:
     """Name of the earlier report."""
     new: list[Finding] = field(default_factory=list)
     fixed: list[Finding] = field(default_factory=list)
-    """Findings of the earlier report that are gone from their page, which was read again."""
+    """Findings of the earlier report that are no longer found, although their page was read again."""
     gone: list[Finding] = field(default_factory=list)
     """Findings of the earlier report whose page was not read this time."""
     num_remaining: int = 0

@@ -10,7 +10,7 @@ from unisono.recipes.seo.site.text_rules import Check
 SEVERITIES = ("error", "warning", "notice")
 """An error keeps a page out of search or shows users something broken; a notice is often about something intended."""
 
-# Severity of a failed check of the page's rules; the others are warnings.
+# Severities of failed page checks; all other checks are warnings.
 _OF_CHECKS = {
     "title": "error",
     "same text": "error",

@@ -29,7 +29,7 @@ MAX_PAGES, MAX_QUERIES, MAX_GROUPS, MAX_OF_KIND = 5_000, 300, 300, 200
 """Largest numbers of entries that the HTML page shows; report.json contains all."""
 
 REDIRECTS = "redirects.csv"
-"""Written if pages of an earlier version of the site were mapped to the new ones."""
+"""File with redirects, written if pages of an earlier version of the site were mapped to the new pages."""
 
 _KIND = "seo"
 
@@ -172,7 +172,7 @@ def _seen_json(seen: Seen) -> dict[str, float]:
 
 
 def write_labels(file: Path, findings: Findings) -> None:
-    """Writes the labels from clicks as a .jsonl that the task rank trains on; training ignores the weights."""
+    """Writes the labels from clicks as a .jsonl for training the task `rank`, which ignores the weights."""
     assert findings.meaning is not None
     lines = [
         json.dumps(

@@ -235,7 +235,7 @@ class _Crawler:
         return answer.content if answer.status == 200 else None
 
     def _request(self, url: str, wanted: tuple[str, ...]) -> Answer:
-        """Requests a URL after the delay; does not download content of other types than `wanted`."""
+        """Requests a URL after the delay; downloads only the content types in `wanted` (all types if it is empty)."""
         wait = self._last_request + self._delay - time.monotonic()
         if self._requests and wait > 0:
             self._sleep(wait)

@@ -31,7 +31,7 @@ class Limits:
     by_words: float = 1.0
 
     def shifted(self, usual: float) -> Limits:
-        """Returns the limits for an encoder whose median cosine of two pages is `usual`; raised if that is high."""
+        """Returns higher limits if an encoder's median cosine of two pages, `usual`, is high; otherwise the same."""
         if usual <= _HIGH:
             return self
         names = ("candidate", "same_sentence", "answer", "titled", "related")

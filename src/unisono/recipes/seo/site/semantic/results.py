@@ -20,7 +20,7 @@ UNREACHABLE, TOPIC, REDIRECT, GONE = "unreachable page", "topic", "missing redir
 
 @dataclass(frozen=True)
 class Unreachable:
-    """A page that links from the start page do not reach, and the pages that should link to it."""
+    """A page that cannot be reached by links from the start page, and the pages that should link to it."""
 
     page: int
     related: list[tuple[int, float, float]]

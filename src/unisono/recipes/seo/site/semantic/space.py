@@ -17,7 +17,8 @@ Kind = Literal["query", "page"]
 
 _BLOCK = 512  # number of texts to compare with all others at once
 _K1, _B = 0.9, 0.4
-_MAX_SHARE, _LARGE = 0.1, 1_000  # on large sites, ignore words on over a tenth of the pages: they cost most, tell least
+# If a site has more than _LARGE pages, ignore words on more than this fraction of them: they cost most and tell least.
+_MAX_SHARE, _LARGE = 0.1, 1_000
 
 
 class Encoder(Protocol):
