@@ -130,7 +130,7 @@ def _bm25_ranks(queries: Sequence[str], pages: Sequence[Content]) -> dict[str, d
 def _unreachable(
     facts: SiteFacts, linked: Mapping[int, set[int]], among: Sequence[int], texts: Vectors, words: Vectors
 ) -> list[Unreachable]:
-    """Returns pages that links from the start page do not reach or, without a start page, pages that nothing links to."""
+    """Returns pages that links from the start page do not reach; without a start page, pages that nothing links to."""
     if not facts.is_complete:
         return []
     if facts.start is None:
