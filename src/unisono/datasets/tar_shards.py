@@ -30,7 +30,7 @@ class TarShards(Dataset[Any]):
 
     `shards` are paths, patterns (`train/*.tar`), brace ranges (`train-{000..099}.tar`), folders, or URLs that fsspec
     opens. A sample is a dict of bytes by field, with its key as `__key__`; `transform`, a module-level function,
-    converts it to what the recipe needs. `fields` selects the fields to read; a sample that lacks one is an error.
+    converts it to what the recipe needs. `fields` selects the fields to read; a sample without one raises an error.
     """
 
     def __init__(

@@ -145,7 +145,7 @@ class Upload:
         append_event(self._folder, "mirrored", step=manifest.step, rank=0, seconds=seconds, bytes=size)
 
     def _tidy(self) -> None:
-        """Sets aside checkpoints of abandoned branches and deletes old ones, but only if the store has a local one."""
+        """Once a local checkpoint is in the store, sets abandoned checkpoints aside and deletes old ones."""
         local = {path: manifest for path, manifest in self._local() if self._complete.get(path) == _content(path)}
         if not local:
             return

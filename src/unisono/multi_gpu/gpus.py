@@ -66,8 +66,8 @@ def setup_distributed_training(
 ) -> None:
     """Creates the process group with this process as rank `rank` of `world_size`; returns when all ranks have joined.
 
-    Under torchrun or another launcher, the launcher's values are used, and another `rank` or `world_size` is an error.
-    `backend` and `local_rank` can be passed as well.
+    Under torchrun or another launcher, the launcher's values are used, and a different `rank` or `world_size` raises an
+    error. `backend` and `local_rank` can be passed as well.
     """
     config = MultiGPUConfig(
         rank=rank, world_size=world_size, master_addr=master_addr, master_port=str(master_port), **more

@@ -95,7 +95,7 @@ def launch_distributed_training(
     """Trains as rank `rank` of `world_size`.
 
     In a plain script, a call with rank 0 starts all ranks. In a process of torch.multiprocessing.spawn, under torchrun,
-    or with a rank above 0, this process becomes that rank. The other arguments are those of launch_multi_gpu_training.
+    or with a rank above 0, this process becomes that rank. See launch_multi_gpu_training for the other arguments.
     """
     config = _with_fields(config, {**fields, "world_size": world_size})
     parts = {"loss_fn": loss_fn, "optimizer": optimizer, "scheduler": scheduler, "save_path": save_path}

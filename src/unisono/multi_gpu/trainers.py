@@ -237,8 +237,8 @@ class OwnTrainer:
         """Saves weights, optimizer, scheduler and data position; returns the path when they are on disk.
 
         `path` becomes a folder of safetensors and JSON files, even if it ends in .pth. A later save to the same path
-        replaces the checkpoint; a checkpoint of another run is renamed first. In a resumed run, epochs that an earlier
-        start trained are not saved again.
+        replaces the checkpoint; a checkpoint of another run is renamed first. Epochs that were trained before the run
+        was resumed are not saved again.
         """
         folder = Path(path)
         if self._is_past(epoch):

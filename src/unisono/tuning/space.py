@@ -1,7 +1,7 @@
 """The values that a search may try for a setting, as the user writes them.
 
 A range or a list of choices belongs to one setting of the recipe or of unisono, and the type of that setting decides
-how its text is read: `1..8` is a range of whole numbers for `warmup_steps` and of all numbers for `learning_rate`.
+how its text is read: `1..8` is a range of integers for `warmup_steps` and of real numbers for `learning_rate`.
 """
 
 from __future__ import annotations

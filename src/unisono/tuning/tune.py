@@ -75,8 +75,8 @@ def tune(
 
     `search` maps settings to values to try: a range such as "log:1e-5..1e-2" or "16..256:16", or a list of choices.
     Every trial is a process of `unisono train`, so the recipe must be in a file of its own. `config` and the other
-    keywords are settings of all trials, as in `unisono.train`. Called again with the same `output_dir`, the study
-    continues.
+    keywords are settings of all trials, as in `unisono.train`. Another call with the same `output_dir` continues the
+    study.
     """
     note_start_folder()
     recipe_class = load_recipe(recipe) if isinstance(recipe, str) else recipe

@@ -1,6 +1,6 @@
 """Reads lines of text files, gzipped or not: UTF-8, or UTF-16 and UTF-32 with a byte order mark.
 
-Other encodings are rejected, because a wrong guess would train on garbage.
+Other encodings are rejected, because after a wrong guess the model would be trained on garbage.
 """
 
 from __future__ import annotations

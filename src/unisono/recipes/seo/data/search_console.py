@@ -1,7 +1,7 @@
 """Reads Google Search Console's exports: which queries showed which pages, how often, and at which position.
 
-The export of the website has one sheet of queries and one of pages, as CSV files in a ZIP archive, but not which query
-showed which page, unless it was filtered by one page. Exports of the API (Looker Studio, BigQuery, spreadsheet add-ons)
+An export from the website is a ZIP archive with one CSV sheet of queries and one of pages. It does not tell which query
+showed which page, unless it was filtered by one page. Exports by the API (Looker Studio, BigQuery, spreadsheet add-ons)
 have both in one table. Numbers are formatted as in the user's language: 12.5%, 12,5 %, 1.234, 1 234.
 """
 

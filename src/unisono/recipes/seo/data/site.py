@@ -33,7 +33,7 @@ def pages_of(
 ) -> list[tuple[str, Path]]:
     """Returns the pages of a site with their names: the path in the folder, or the entry of the sitemap or list.
 
-    A listed page that does not exist is an error; with `leave_out_bad` it is skipped, with a remark.
+    A listed page that does not exist raises an error; with `leave_out_bad`, it is skipped with a remark.
     """
     place = Path(path).expanduser()
     if place.is_dir():

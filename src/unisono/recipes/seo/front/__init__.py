@@ -7,7 +7,7 @@
     engine.train_with_early_stopping(train, val)
     engine.analyze_seo_score("a page", ["a keyword"])
 
-unisono's engine trains: the run is the same on the CPU, on one GPU and on many.
+unisono's engine runs the training, so a run is the same on the CPU, on one GPU and on many GPUs.
 """
 
 from __future__ import annotations

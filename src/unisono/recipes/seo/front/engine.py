@@ -205,7 +205,7 @@ class AdvancedLLMSEOEngine:
     ) -> dict[str, Any]:
         """Trains until the validation loss stops improving, saves the best epoch as `best_model`, and loads it.
 
-        With save_checkpoints=False nothing is saved, and the weights are those of the last epoch.
+        With save_checkpoints=False nothing is saved, and the model keeps the weights of the last epoch.
         """
         self._check_group()
         return self._training.train_with_early_stopping(train_loader, val_loader, self._num_epochs(max_epochs))

@@ -1,6 +1,6 @@
 """Chooses the page on which each keyword is checked: the page that a file assigns to it, or the best match.
 
-A keyword usually has one target page on a site; if it were checked on every page, all the others would fail.
+A keyword usually has one target page on a site. If it were checked on every page, all other pages would fail.
 """
 
 from __future__ import annotations

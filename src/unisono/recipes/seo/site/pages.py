@@ -93,7 +93,7 @@ def open_site(
 ) -> Site:
     """Opens a folder, a sitemap, a page, a list of files or, with a fetcher, a URL or a list of URLs.
 
-    With `limits`, the site is the URL from which a crawl starts.
+    If `limits` is passed, `where` is the URL from which a crawl starts.
     """
     if limits is not None:
         return _crawled(where, fetcher, limits)

@@ -9,7 +9,7 @@ _HIGH = 0.5  # a higher median cosine means that all pairs look similar, as with
 
 @dataclass(frozen=True)
 class Limits:
-    """Minimum cosines, and fractions where a comment says so."""
+    """Minimum cosines or, where stated, minimum fractions."""
 
     candidate: float
     """Cosine of two pages whose sentences are compared."""

@@ -1,7 +1,7 @@
 """Maps the pages of a site's old version to pages of its new version.
 
 A site has many pages about the same subject, so the most similar page may be the wrong one. The sentences decide: a
-page has moved if a large part of its sentences have counterparts in the new page.
+page has moved if many of its sentences have counterparts in the new page.
 """
 
 from __future__ import annotations

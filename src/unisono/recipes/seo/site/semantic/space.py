@@ -53,7 +53,7 @@ class Vectors:
             yield start, np.asarray(products.toarray() if hasattr(products, "toarray") else products, np.float32)
 
     def nearest(self, other: Vectors, most: int, *, is_same: bool = False) -> tuple[Numbers, Floats]:
-        """Returns numbers and cosines of the nearest texts of `other`; `is_same` excludes each text itself."""
+        """Returns numbers and cosines of the nearest texts of `other`, in order; `is_same` excludes the text itself."""
         most = max(0, min(most, len(other) - is_same))
         numbers, cosines = np.zeros((len(self), most), np.int64), np.zeros((len(self), most), np.float32)
         for start, block in self.blocks(other):
