@@ -1,1 +1,1 @@
-"""Code that both Wan recipes share: data, text and video encoders, the transformer, its weights and the objective."""
+"""Code that both Wan recipes share: the data, the encoders, the transformer, its weights and the objective."""

@@ -28,7 +28,7 @@ def check_size(height: int, width: int, multiple: int) -> None:
 
 
 def check_prompts(config: Any, name: str) -> None:
-    """Raises ConfigError if a prompt is not valid Unicode or the prompt file is missing."""
+    """Raises ConfigError if a prompt is not valid Unicode or if the prompt file is missing."""
     prompts = getattr(config, name)
     if "\0" in prompts or not is_unicode(prompts):
         raise ConfigError(f"{name}: {shown(prompts)} is not valid Unicode")
@@ -37,9 +37,9 @@ def check_prompts(config: Any, name: str) -> None:
 
 
 def check_positions(shapes: Iterable[tuple[int, ...]], transformer: Mapping[str, Any], spatial_factor: int) -> None:
-    """Raises ConfigError if a latent has more positions than the transformer's rotary embedding.
+    """Raises ConfigError if a latent has more positions along an axis than the transformer's rotary embedding.
 
-    `spatial_factor` is the number of pixels along a side of one latent position.
+    `spatial_factor` is the side length, in pixels, of one latent position.
     """
     most, patch = int(transformer.get("rope_max_seq_len") or 1024), transformer["patch_size"]
     for shape in shapes:
@@ -53,12 +53,12 @@ def check_positions(shapes: Iterable[tuple[int, ...]], transformer: Mapping[str,
 
 
 def num_tokens(shape: Sequence[int], patch: Sequence[int]) -> int:
-    """The number of tokens of a latent whose shape ends in frames, height and width."""
+    """Returns the number of tokens of a latent; its shape must end in frames, height and width."""
     return math.prod(side // size for side, size in zip(shape[-3:], patch, strict=True))
 
 
 def check_tokens(shapes: Iterable[tuple[int, ...]], patch: Sequence[int], context_size: int) -> None:
-    """Raises ConfigError if a latent has fewer tokens than there are ranks that share each sample."""
+    """Raises ConfigError if a latent has fewer tokens than there are ranks to divide them between."""
     for shape in shapes:
         number = num_tokens(shape, patch)
         if number < context_size:

@@ -1,4 +1,4 @@
-"""Caches the conditions of a list of samples: mask and latent channels, and image embeddings."""
+"""Caches the conditions of samples: the channels with the mask and the given frames' latent, and image embeddings."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from unisono.recipes.wan.data.precomputed import read_latent
 from unisono.recipes.wan.data.sources import Source
 from unisono.recipes.wan.models.vae import Geometry, WanVae
 
-_FORMAT = 1  # part of every key, so that entries of another format are ignored
+_FORMAT = 1  # part of every cache key, so entries in another format are never found
 
 
 @dataclass(frozen=True)
 class ConditionSettings:
-    """The settings that cached conditions depend on, besides the settings of the latents."""
+    """The settings that cached conditions depend on, in addition to those that the latents depend on."""
 
     kind: ConditionKind
     image_encoder: str = ""
@@ -37,7 +37,7 @@ class ConditionSettings:
 
 
 class ConditionCache:
-    """The conditions of samples in a cache folder."""
+    """Stores and reads the conditions of a list of samples in a cache folder."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class ConditionCache:
         latent_keys: Sequence[str],
         bad: BadFiles,
     ) -> None:
-        """`vae` is the fingerprint of the VAE. A sample's condition gets a new key whenever its latent does."""
+        """`vae` is the VAE's fingerprint. Whenever the key of a sample's latent changes, so does its condition's key."""
         self._sources, self._settings, self._geometry, self._bad = sources, settings, geometry, bad
         self._given = GivenFrames(settings.kind, crop, geometry)
         self._channels = Packs(folder / "conditions", self._is_condition)
@@ -72,7 +72,7 @@ class ConditionCache:
     def fill(
         self, work: Work, vae: Callable[[], WanVae], image_encoder: Callable[[], ImageEncoder] | None = None
     ) -> None:
-        """Computes this rank's share of the missing entries; loads a model only if it is needed."""
+        """Computes this rank's share of the missing entries; loads a model only if an entry needs it."""
         items = dict(zip(self._keys["condition"], self._sources, strict=True))
         with loaded_on_demand(vae, work.device) as loaded_vae:
             read = partial(self._read_channels, loaded_vae)
@@ -88,11 +88,11 @@ class ConditionCache:
         return {"condition": self._channels, **({"image": self._images} if self._settings.kind.has_embedding else {})}
 
     def needed(self) -> list[tuple[dict[str, PackEntry], list[str]]]:
-        """The entries in the cache and the keys of all samples, for each part of the condition."""
+        """Returns, for each part of the condition, the entries in the cache and the keys of all samples."""
         return [(packs.find(), self._keys[name]) for name, packs in self._parts().items()]
 
     def readers(self, indices: Sequence[int]) -> dict[str, PackReader]:
-        """Readers of the parts of the condition of these samples, by the names in a batch."""
+        """Returns a reader for each part of these samples' conditions, keyed by the part's name in a batch."""
         readers = {}
         for name, packs in self._parts().items():
             entries, keys = packs.find(), self._keys[name]

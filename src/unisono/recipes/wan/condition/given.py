@@ -1,7 +1,7 @@
-"""Reads the frames that a model is given: those of the video itself, or pictures next to it.
+"""Reads the frames that a model is given: frames of the video itself, or pictures next to it.
 
 `a.first.png` and `a.last.png` replace the first and the last frame of `a.mp4`. They are scaled and cropped like the
-video. A sample with only a latent (`a.latent.safetensors`) needs them, because its frames cannot be read.
+video. A sample with only a latent (`a.latent.safetensors`) needs these pictures, because it has no frames to read.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class GivenFrames:
         self._kind, self._crop, self._geometry = kind, crop, geometry
 
     def pictures_of(self, source: Source) -> list[Path | None]:
-        """The picture that replaces each given frame; None where the video's own frame is used."""
+        """Returns the picture that replaces each given frame, or None where the video's own frame is used."""
         return [source.first, source.last][: self._kind.num_frames]
 
     def read(self, source: Source, latent: tuple[int, ...] = ()) -> tuple[Tensor, int]:
-        """The given frames, uint8 [n, H, W, 3], and the sample's number of frames.
+        """Returns the given frames, uint8 [n, H, W, 3], and the number of frames in the sample.
 
-        `latent` is the shape of the sample's own latent, if it has one.
+        `latent` is the shape of the sample's precomputed latent, if it has one.
         """
         fit = self.fit(source, latent)
         pictures = self.pictures_of(source)
@@ -51,7 +51,7 @@ class GivenFrames:
         return self.chosen(source, fit, frames), fit.frames
 
     def chosen(self, source: Source, fit: Fit, frames: Tensor | None) -> Tensor:
-        """The given frames, uint8 [n, H, W, 3]; `frames` [F, H, W, 3] are those of the sample, if they were read."""
+        """Returns the given frames, uint8 [n, H, W, 3]; `frames` [F, H, W, 3] is the sample, if it was read already."""
         given = []
         for picture, number in zip(self.pictures_of(source), (0, -1), strict=False):
             if picture is not None:
@@ -63,7 +63,7 @@ class GivenFrames:
         return torch.stack(given)
 
     def fit(self, source: Source, latent: tuple[int, ...] = ()) -> Fit:
-        """The frames and size of the sample; raises BadMedia if nothing is left to generate."""
+        """Returns the frame count and size of the sample; raises BadMedia if no frame is left to generate."""
         path = source.media if source.latent is None else source.latent
         assert path is not None
         if latent:
@@ -77,7 +77,7 @@ class GivenFrames:
         return fit
 
     def check(self, source: Source, fit: Fit) -> None:
-        """Raises BadMedia for pictures that do not fit the sample, without reading the video."""
+        """Raises BadMedia if a picture does not fit the sample; does not read the video."""
         for picture in filter(None, self.pictures_of(source)):
             self._check_size(picture, source, fit)
 
@@ -102,7 +102,7 @@ class GivenFrames:
             of_video = media.probe(source.media)
             whole, name = (of_video.height, of_video.width), source.media.name
             same = abs(facts.width * whole[0] / (facts.height * whole[1]) - 1) <= _ASPECT
-        else:  # a latent: its size was rounded down
+        else:  # the sample is a latent, whose size was rounded down from the video's
             whole, name = (fit.height, fit.width), "its latent"
             same = abs(facts.width * fit.height / facts.height - fit.width) < self._geometry.multiple
         if not same or facts.height < fit.height or facts.width < fit.width:

@@ -14,23 +14,23 @@ from unisono.recipes.common.fingerprint import of_folders
 from unisono.recipes.wan.models.parts import count_in, load_part, loading
 
 FOLDERS = ("image_encoder", "image_processor")
-"""The parts of a pipeline that compute image embeddings."""
+"""The pipeline parts that compute image embeddings."""
 
 IMAGE_TOKENS = 257
-"""Tokens per given frame of the image encoder that the published models share."""
+"""Number of tokens per given frame; all published models use the same image encoder."""
 
 _TEXT_LENGTH = 512  # diffusers' attention takes the last 512 tokens as text and all others as image
 
 
 class ImageEncoder:
-    """An image processor and a CLIP vision model."""
+    """An image processor together with a CLIP vision model."""
 
     def __init__(self, processor: Any, model: Any) -> None:
         self.processor, self.model = processor, model.eval().requires_grad_(False)
 
     @classmethod
     def load(cls, encoder: Path, processor: Path) -> ImageEncoder:
-        """The image encoder and the image processor in these folders of a Wan model, in float32 on the CPU."""
+        """Loads the image encoder and the image processor from these folders, in float32 on the CPU."""
         from transformers import CLIPVisionModel
 
         with loading(processor):
@@ -59,18 +59,18 @@ class ImageEncoder:
 
 
 def fingerprint(encoder: Path, processor: Path) -> str:
-    """Hashes the files of both, and the processor's class, which depends on whether torchvision is installed."""
+    """Hashes the files in both folders and the processor's class, which depends on whether torchvision is installed."""
     return of_folders([encoder, processor], _processor_class().__name__)
 
 
 def num_tokens(config: Mapping[str, Any]) -> int:
-    """The number of tokens of an image, from the config of the image encoder."""
+    """Returns the number of tokens per image, from the image encoder's config."""
     side = count_in(config, "image_size", "image encoder") // count_in(config, "patch_size", "image encoder")
     return side**2 + 1  # + 1: the class token
 
 
 def check_image_encoder(config: Mapping[str, Any], transformer: Mapping[str, Any], text_length: int) -> None:
-    """Raises ConfigError if a transformer does not accept the embeddings of an image encoder."""
+    """Raises ConfigError if the transformer does not accept the image encoder's embeddings."""
     width, expected = count_in(config, "hidden_size", "image encoder"), int(transformer["image_dim"])
     if width != expected:
         raise ConfigError(
@@ -91,7 +91,7 @@ def check_image_encoder(config: Mapping[str, Any], transformer: Mapping[str, Any
 
 
 def _processor_class() -> Any:
-    # The class that diffusers' pipeline loads: the result depends on whether torchvision is installed.
+    # Returns the class that diffusers' pipeline would load, which depends on whether torchvision is installed.
     from transformers.utils import logging
 
     verbosity = logging.get_verbosity()

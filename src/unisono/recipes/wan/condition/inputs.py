@@ -1,4 +1,4 @@
-"""The condition in the form that the transformer takes, bitwise equal to `WanImageToVideoPipeline`'s.
+"""Computes the transformer's condition inputs, bitwise equal to those of `WanImageToVideoPipeline`.
 
 The VAE encodes a video of the given frames that is grey everywhere else. The mask marks the given frames. It has four
 channels, because a latent frame stands for four frames. The transformer takes the noisy latent, the mask and the latent
@@ -16,7 +16,7 @@ from unisono.recipes.wan.models.vae import Geometry, WanVae
 
 
 class Condition(NamedTuple):
-    """What the transformer gets besides the noisy latent and the text; one row per sample."""
+    """The transformer's inputs in addition to the noisy latent and the text; one row per sample."""
 
     channels: Tensor
     """Mask and latent of the given frames, [batch, mask channels + C, f, h, w]."""
@@ -24,11 +24,11 @@ class Condition(NamedTuple):
     """CLIP embeddings of the given frames, [batch, given frames, tokens, width]."""
 
     def rows(self, rows: Tensor) -> Condition:
-        """Selects the condition of some samples."""
+        """Selects the conditions of some samples."""
         return Condition(self.channels[rows], None if self.image is None else self.image[rows])
 
     def twice(self) -> Condition:
-        """Repeats the condition, for a batch that contains each sample with and without its caption."""
+        """Repeats the condition, for a batch that contains each sample twice: with and without its caption."""
         image = None if self.image is None else torch.cat([self.image, self.image])
         return Condition(torch.cat([self.channels, self.channels]), image)
 
@@ -37,20 +37,20 @@ class Condition(NamedTuple):
         return Condition(self.channels.to(device), None if self.image is None else self.image.to(device))
 
     def with_noisy(self, noisy: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Returns all input channels, and the transformer's keyword arguments."""
+        """Returns the transformer's input, with the condition channels appended, and its keyword arguments."""
         channels = torch.cat([noisy, self.channels.to(noisy)], dim=1)
         keywords = {} if self.image is None else {"encoder_hidden_states_image": self.image.flatten(0, 1)}
         return channels, keywords
 
 
 def condition_shape(geometry: Geometry, latent: tuple[int, ...]) -> tuple[int, int, int, int]:
-    """The shape of the condition channels for a latent [C, f, h, w]."""
+    """Returns the shape of the condition channels for a latent [C, f, h, w]."""
     channels, frames, height, width = latent
     return geometry.temporal_factor + channels, frames, height, width
 
 
 def condition_channels(vae: WanVae, given: Tensor, num_frames: int) -> Tensor:
-    """Mask and latent of the given frames, [mask channels + C, f, h, w] in float32.
+    """Computes the mask and the latent of the given frames, [mask channels + C, f, h, w] in float32.
 
     `given`: the first frame, or the first and the last, uint8 [1 or 2, H, W, 3].
     """
@@ -64,9 +64,9 @@ def condition_channels(vae: WanVae, given: Tensor, num_frames: int) -> Tensor:
 
 
 def condition_mask(num_given: int, num_frames: int, temporal_factor: int, size: Any) -> Tensor:
-    """1 for the given frames, 0 for the others: [temporal_factor, f, h, w].
+    """Returns the mask [temporal_factor, f, h, w]: 1 for the given frames, 0 for the others.
 
-    The first frame has a latent frame of its own, so it fills all channels there.
+    The first frame has a latent frame of its own, so all mask channels of that latent frame belong to it.
     """
     by_frame = torch.zeros(num_frames)
     by_frame[0] = 1
@@ -77,9 +77,9 @@ def condition_mask(num_given: int, num_frames: int, temporal_factor: int, size: 
 
 
 def _as_diffusers(pictures: Tensor) -> Tensor:
-    """Pictures uint8 [n, H, W, 3] as diffusers' image processor returns them: float32 [n, 3, H, W] in [-1, 1].
+    """Converts pictures uint8 [n, H, W, 3] to float32 [n, 3, H, W] in [-1, 1], as diffusers' image processor does.
 
-    Its formula rounds differently from `media.to_unit`.
+    The image processor rounds differently from `media.to_unit`.
     """
     return 2.0 * (pictures.permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.contiguous_format) / 255.0) - 1.0
 

@@ -2,8 +2,8 @@
 
 Wan 2.1 I2V       36 channels, CLIP embedding of the first frame
 Wan 2.1 FLF2V     36 channels, CLIP embeddings of the first and the last frame, with positions
-Wan 2.2 I2V-A14B  36 channels; the first frame, or the first and the last
-TI2V-5B           no more channels than the latent has; the first latent frame may be noise-free
+Wan 2.2 I2V-A14B  36 channels; given the first frame, or the first and the last
+TI2V-5B           only the latent's own channels; the first latent frame may be noise-free
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from unisono.errors import ConfigError
 from unisono.recipes.wan.settings import GivenFramesName
 
 MASK_CHANNELS = 4
-"""Number of mask channels: one for each video frame that a latent frame stands for."""
+"""Number of mask channels: one for each video frame that a latent frame represents."""
 
 
 @dataclass(frozen=True)
 class ConditionKind:
-    """The frames that a model is given, and how its transformer gets them."""
+    """The frames that a model is given, and the inputs through which its transformer gets them."""
 
     frames: GivenFramesName = "none"
     has_channels: bool = False
@@ -36,13 +36,13 @@ class ConditionKind:
 
 
 def has_condition_channels(transformer: Mapping[str, Any]) -> bool:
-    """Whether a transformer takes the channels of an image-to-video model: noisy latent, mask and latent."""
+    """Whether a transformer takes an image-to-video model's channels: noisy latent, mask and given frames' latent."""
     inputs, outputs = channels_of(transformer)
     return inputs == 2 * outputs + MASK_CHANNELS
 
 
 def channels_of(transformer: Mapping[str, Any]) -> tuple[int, int]:
-    """The numbers of input and output channels; output channels are those of the VAE's latents."""
+    """Returns the numbers of input and output channels; the output has the same channels as the VAE's latents."""
     inputs = int(transformer.get("in_channels") or 16)
     return inputs, int(transformer.get("out_channels") or inputs)
 
@@ -50,9 +50,9 @@ def channels_of(transformer: Mapping[str, Any]) -> tuple[int, int]:
 def kind_of(
     transformer: Mapping[str, Any], requested: GivenFramesName | None = None, *, has_token_times: bool = False
 ) -> ConditionKind:
-    """The condition of a model; `requested` is the setting condition, None for the model's usual one.
+    """Returns the model's kind of condition; `requested` is the setting condition, None for the model's default.
 
-    `has_token_times`: whether the model takes a timestep per token (TI2V).
+    `has_token_times`: whether the model takes one timestep per token (TI2V).
     """
     has_channels, has_embedding = has_condition_channels(transformer), bool(transformer.get("image_dim"))
     possible: tuple[GivenFramesName, ...]

@@ -1,13 +1,13 @@
-"""The cache of latents and text embeddings on disk; training then needs neither VAE nor text encoder.
+"""The on-disk cache of latents and text embeddings; with it, training needs neither the VAE nor the text encoder.
 
-The key of an entry is a hash of everything that the entry was computed from: the model's weights, the sample's size
-(for videos also frames and window), and the file. If any of these changes, the key changes and a new entry is computed.
-Several runs, ranks and settings can share one folder. No file name in the folder comes from the data.
+The key of an entry is a hash of everything that the entry was computed from: the model's weights, the file, and the
+sample's size (for videos also its frames and window). If any of these changes, so does the key, and a new entry is
+computed. Several runs, ranks and settings can share one folder. No file name in the folder is derived from the data.
 
     latents/<hash>.safetensors   packs of latents
-    masks/<hash>.safetensors     packs of masks on the grid of the latents
-    text/<hash>.safetensors      packs of caption embeddings, each distinct caption once
-    sizes/<hash>.safetensors     without a cache: the size of each sample after cropping
+    masks/<hash>.safetensors     packs of masks at the latents' resolution
+    text/<hash>.safetensors      packs of caption embeddings, without duplicates
+    sizes/<hash>.safetensors     size of each sample after cropping; only with --no_cache
     conditions/<hash>.safetensors, image_embeddings/<hash>.safetensors   packs of given frames (image to video)
     bad/<key>.json               the reason why a file cannot be used
 """
@@ -38,25 +38,25 @@ from unisono.recipes.wan.data.sources import Source
 from unisono.recipes.wan.models.text import TextEncoder, pad
 from unisono.recipes.wan.models.vae import Geometry, WanVae
 
-_FORMAT = 1  # part of every key, so that entries of another format are ignored
+_FORMAT = 1  # part of every cache key, so entries in another format are never found
 _HALF = False  # part of every latent's key; latents are stored in float32, not in 16 bit
 
 
 @dataclass(frozen=True)
 class CacheSettings:
-    """The settings that the content of a cache depends on, besides the files."""
+    """The settings that a cache's content depends on, in addition to the files."""
 
     vae: str
     """Fingerprint of the VAE."""
     text: str
-    """Fingerprint of tokenizer and text encoder."""
+    """Fingerprint of the tokenizer and the text encoder."""
     geometry: Geometry
     text_width: int
     text_length: int
     crop: Crop
     text_dtype: torch.dtype = torch.bfloat16
     statistics: tuple[Tensor, Tensor] | None = None
-    """Mean and standard deviation to normalise the user's own latents with; None if these are normalised already."""
+    """Mean and standard deviation to normalise the user's latents with; None if the latents are normalised already."""
     masked: bool = False
     """Whether the masks beside the samples are used."""
     condition: ConditionSettings | None = None
@@ -73,7 +73,7 @@ class Cache:
         settings: CacheSettings,
         captions: Sequence[str] = ("",),
     ) -> None:
-        """`captions` are cached in addition to those of the samples, such as the empty one for caption dropout."""
+        """`captions` are cached in addition to the samples' captions, such as the empty one for caption dropout."""
         if settings.crop.start == "random":
             raise ConfigError("window random: a random window cannot be cached; use head or middle, or --no_cache")
         self._sources, self._settings = sources, settings
@@ -98,7 +98,7 @@ class Cache:
         vae: Callable[[], WanVae],
         image_encoder: Callable[[], ImageEncoder] | None = None,
     ) -> None:
-        """Computes this rank's share of the missing entries; loads a model only if it is needed."""
+        """Computes this rank's share of the missing entries; loads a model only if an entry needs it."""
         captions = {**self._extra, **dict(zip(self._text_keys, self._sources, strict=True))}
         with loaded_on_demand(text_encoder, work.device) as encoder:
             fill(work, self._texts, self._bad, "encoding captions", captions, partial(self._read_text, encoder))
@@ -173,14 +173,14 @@ class Cache:
         return data
 
     def num_truncated(self) -> int:
-        """The number of `captions` that fill the whole text length and were probably truncated."""
+        """Returns the number of `captions` that fill the whole text length and were therefore probably truncated."""
         entries, length = self._texts.find(), self._settings.text_length
         return sum(entries[key].shape[0] >= length for key in self._extra if key in entries)
 
     def text(self, caption: str) -> Tensor:
-        """The embedding of one of `captions`, [text length, width]."""
+        """Returns the embedding of one of `captions`, [text length, width]."""
         key = self._caption_keys.of_text(caption)
-        if key not in self._extra_entries:  # loads all entries, because reading the index is slow
+        if key not in self._extra_entries:  # finds all of `captions` at once, because reading the index is slow
             entries = self._texts.find()
             self._extra_entries = {key: entries[key] for key in self._extra if key in entries}
         return pad(PackReader(self._texts.folder, [self._extra_entries[key]])[0], self._settings.text_length)

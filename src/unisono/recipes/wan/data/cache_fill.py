@@ -16,7 +16,7 @@ from unisono.engine.recipe import Work
 from unisono.recipes.common.bad_files import BadFiles, BadMedia
 from unisono.recipes.common.packs import Packing, Packs
 
-_READERS = 4  # threads that decode while the device encodes; also the number of samples read ahead
+_READERS = 4  # number of threads that decode while the device encodes, and of samples to read ahead
 _NAMED = 3  # number of bad files to report individually
 
 Item = TypeVar("Item")
@@ -29,9 +29,9 @@ def fill(
 ) -> None:
     """Computes this rank's share of the missing entries.
 
-    `read` runs in a thread and returns a function, which runs in the calling thread and computes the entry. All items
-    are divided between the ranks, not only the missing ones: a rank that looked later would see fewer missing items and
-    divide them differently.
+    `read` runs in a thread and returns a function that computes the entry; this function runs in the calling thread.
+    Ranks divide all items, not only the missing ones: a rank that looked later would see fewer missing items and divide
+    them differently.
     """
     if work.stopping:  # returns before the progress line appears
         return
@@ -81,7 +81,7 @@ Model = TypeVar("Model", bound=_Movable)
 
 @contextmanager
 def loaded_on_demand(load: Callable[[], Model], device: str) -> Iterator[Callable[[], Model]]:
-    """A function that returns a model, loaded on the first call; the model is freed at the end of the context."""
+    """Yields a function that loads a model on its first call and returns it; frees the model when the context ends."""
     loaded: list[Model] = []
 
     def get() -> Model:
@@ -94,6 +94,6 @@ def loaded_on_demand(load: Callable[[], Model], device: str) -> Iterator[Callabl
         yield get
     finally:
         loaded.clear()
-        if torch.device(device).type == "cuda":  # training may need every byte
+        if torch.device(device).type == "cuda":  # training may need all of the GPU's memory
             gc.collect()  # models of diffusers and transformers contain reference cycles
             torch.cuda.empty_cache()

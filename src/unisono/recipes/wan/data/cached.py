@@ -22,15 +22,15 @@ Shape = tuple[int, ...]
 class ShapedSamples(Dataset[dict[str, Any]]):
     """Samples whose latent shapes are known without reading them.
 
-    The engine builds micro-batches of samples of one shape, and gives every rank an equal amount of work.
+    The engine uses the shapes to build micro-batches of equal shape and to give every rank the same amount of work.
     """
 
     def __init__(self, sources: Sequence[Source], shapes: Sequence[Shape], geometry: Geometry) -> None:
         self.sources = list(sources)
         self.remarks: list[str] = []
         """Notes about the samples for the user, one line each."""
-        # Arrays, because changing the reference counts of a million objects would copy their memory pages into every
-        # forked worker.
+        # Uses arrays: with a million Python objects, every forked worker would copy their memory pages as soon as it
+        # changes their reference counts.
         self._geometry, self._shapes = geometry, sorted(set(shapes))
         number = {shape: index for index, shape in enumerate(self._shapes)}
         self._shape = np.array([number[shape] for shape in shapes], dtype=np.int32)
@@ -39,7 +39,7 @@ class ShapedSamples(Dataset[dict[str, Any]]):
         return len(self._shape)
 
     def shape(self, index: int) -> Shape:
-        """The shape of a sample's latent."""
+        """Returns the shape of a sample's latent."""
         return self._shapes[int(self._shape[index])]
 
     @property
@@ -48,7 +48,7 @@ class ShapedSamples(Dataset[dict[str, Any]]):
         return self._shapes
 
     def cost(self, index: int) -> float:
-        """The cost of computing a sample: its number of tokens."""
+        """Returns the cost of computing a sample: its number of tokens."""
         return float(self._geometry.tokens(self.shape(index)))
 
     def subset(self, indices: Sequence[int]) -> Self:
@@ -60,7 +60,7 @@ class ShapedSamples(Dataset[dict[str, Any]]):
 
 
 class CachedSamples(ShapedSamples):
-    """Latents, caption embeddings, and for image-to-video models the given frames, from the cache."""
+    """Cached latents, caption embeddings and, for image-to-video models, conditions."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class CachedSamples(ShapedSamples):
         masks: CachedMasks | None = None,
         others: Mapping[str, PackReader] | None = None,
     ) -> None:
-        """`others` are further tensors of each sample, by their names in a batch, in the order of `latents`."""
+        """`others` holds further tensors per sample, keyed by their names in a batch and ordered like `latents`."""
         super().__init__(sources, shapes, geometry)
         self._latents, self._latent_of = latents, np.arange(len(shapes), dtype=np.int32)
         self._texts, self._text_of = texts, np.array(text_of, dtype=np.int32)

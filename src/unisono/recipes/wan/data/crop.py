@@ -1,4 +1,4 @@
-"""Chooses how an image or video of any size becomes a sample: its frames, size and window."""
+"""Chooses the frames, size and window of the sample that is made from an image or video of any size."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from unisono.recipes.wan.data.sources import Source
 
 @dataclass(frozen=True)
 class Crop:
-    """The size of a sample, and where its window starts in a video. Cache keys contain these fields."""
+    """The settings that determine a sample's size and where its window starts in a video; part of the cache keys."""
 
     num_frames: int
     """Frames per window, of the form 4k + 1; a shorter video uses the longest window that it contains."""
@@ -29,22 +29,22 @@ class Crop:
     width: int = 0
     """Height and width in pixels. If both are 0, every sample keeps its aspect ratio."""
     max_pixels: int = 0
-    """Largest number of pixels of a frame that keeps its aspect ratio; 0: no limit."""
+    """Largest number of pixels per frame if samples keep their aspect ratio; 0: no limit."""
     fps: float = 0.0
     """Frames per second to resample videos to; 0 keeps each video's own frame rate."""
     start: str = "head"
     """Position of the window in a longer video: head, middle or random."""
 
     def of(self, path: Path) -> Crop:
-        """The settings that affect a file. For a still image, the window is a single frame."""
+        """Returns only the settings that affect this file: for a still image, the window is a single frame."""
         return replace(self, num_frames=1, fps=0.0, start="head") if is_still(path) else self
 
     def check(self, multiple: int) -> None:
-        """Raises ConfigError for sizes that no sample can have."""
+        """Raises ConfigError if the settings ask for a size that no sample can have."""
         self._fit(MediaFacts(1, multiple, multiple, 0.0), multiple)
 
     def fit(self, path: Path, multiple: int) -> Fit:
-        """The frames and size of a file's sample, with sides divisible by `multiple`."""
+        """Returns the frame count and size of a file's sample, with sides divisible by `multiple`."""
         return self._fit(media.probe(path), multiple)
 
     def _fit(self, facts: MediaFacts, multiple: int) -> Fit:
@@ -57,7 +57,7 @@ class Crop:
 
 
 def media_of(source: Source) -> Path:
-    """The image or video of a sample."""
+    """Returns the path of a sample's image or video."""
     if source.media is None:
         raise ConfigError(f"{source.name} has no image, video or latent")
     return source.media
@@ -65,7 +65,7 @@ def media_of(source: Source) -> Path:
 
 @contextmanager
 def local_media_of(source: Source) -> Iterator[Path]:
-    """The image or video of a sample as a file: a temporary one, if it is in a tar shard."""
+    """Yields the path of a sample's image or video: a temporary file if the sample is in a tar shard."""
     if source.packed is None:
         yield media_of(source)
         return
@@ -74,13 +74,13 @@ def local_media_of(source: Source) -> Iterator[Path]:
 
 
 class MediaKeys:
-    """Cache keys of images and videos, which depend on how they are cropped."""
+    """Computes the cache keys of images and videos, which depend on the crop."""
 
     def __init__(self, crop: Crop, keys_for: Callable[[Crop], Keys]) -> None:
         self._crop, self._keys_for = crop, cache(keys_for)
 
     def of(self, source: Source) -> str:
-        """The key of a sample."""
+        """Returns the key of a sample."""
         if source.packed is not None:
             return self._keys_for(self._crop).of_text(f"{source.name}\0{source.packed.identity}")
         path = media_of(source)
@@ -88,7 +88,7 @@ class MediaKeys:
 
 
 def short_videos(sources: Sequence[Source], frames: Iterable[int], full: int) -> list[str]:
-    """A remark about videos with fewer than `full` frames; `frames` holds the number of frames of each sample."""
+    """Returns a remark if videos have fewer than `full` frames; `frames` holds the frame count of each sample."""
     names = [
         source.name
         for source, num_frames in zip(sources, frames, strict=True)

@@ -1,7 +1,7 @@
-"""Decodes a file into frames with their times: still images and animations by Pillow, videos by PyAV.
+"""Decodes a file into timed frames: still images and animations with Pillow, videos with PyAV.
 
-The files are not trusted. A file that cannot be decoded raises BadMedia with its name; it can neither crash nor hang
-the run, nor make the run read another file.
+The files are not trusted. A file that cannot be decoded raises BadMedia with its name; it cannot crash or hang the
+run, or make the run read another file.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif")
 
-_MOST_TO_DECODE = 2**32  # pixels of an animation, which is always decoded from its first frame
-_IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")  # Pillow also reads formats that start other programs
-_WORTH_SEEKING = 1.0  # seconds; seeking to an earlier time than this would not be faster than decoding from the start
+_MOST_TO_DECODE = 2**32  # maximum number of pixels in an animation, because it is always decoded from its first frame
+_IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")  # no others: for some formats, Pillow starts other programs
+_WORTH_SEEKING = 1.0  # seconds; for an earlier time, seeking is not faster than decoding from the start
 _ANIMATED = 2  # the flag in an extended WebP's header
 _ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)  # an EXIF tag, and its values that swap height and width
 
@@ -48,14 +48,14 @@ class MediaFacts:
 
 @dataclass(frozen=True)
 class TimedFrame:
-    """One frame of a file, not yet converted, and its time in seconds after the first one."""
+    """One frame of a file, not yet converted to RGB, and its time in seconds after the first frame."""
 
     time: float
     frame: Any
 
 
 def opened(path: Path) -> ImageOrAnimation | Video:
-    """Opens a file and reads its number of frames, size and frame rate."""
+    """Opens a file and reads its frame count, size and frame rate."""
     check_file(path)
     if path.suffix.lower() in IMAGES:
         return ImageOrAnimation(path)
@@ -118,7 +118,7 @@ class ImageOrAnimation:
             yield image
 
     def frames(self, start: float) -> Iterator[TimedFrame]:
-        """The frames in order, always from the first, because an animation cannot be decoded from the middle."""
+        """Yields the frames in order, always from the first: decoding an animation cannot start in the middle."""
         from PIL import ImageOps
 
         time = 0.0
@@ -130,7 +130,7 @@ class ImageOrAnimation:
                 time += self._delays[number] if self._delays else 0.0
 
     def rgb(self, frame: TimedFrame) -> NDArray[np.uint8]:
-        """A frame as 8-bit RGB, [height, width, 3]; transparent pixels become white."""
+        """Converts a frame to 8-bit RGB, [height, width, 3]; transparent pixels become white."""
         with as_bad_media(self._path, "image"):
             return np.array(_rgb(frame.frame))
 
@@ -169,7 +169,7 @@ class Video:
             height, width = width, height
         frames, span = len(times), max(times) - min(times)
         if frames > 1:
-            # The header's rate is more exact if it is right: times in a file are often rounded to milliseconds.
+            # If the header's rate is right, it is more precise: times in a file are often rounded to milliseconds.
             measured = (frames - 1) / span if span > 0 else rate
             rate = rate if rate and abs(rate - measured) < 0.01 * rate else measured
             if not 0.001 < rate < 10_000:
@@ -187,7 +187,7 @@ class Video:
             yield container, stream
 
     def _times_by_index(self, container: InputContainer, stream: VideoStream) -> list[float]:
-        """The frames' times from the index in the header; empty if the index is missing, incomplete or ambiguous."""
+        """Returns the frames' times from the header's index; empty if the index is missing, incomplete or ambiguous."""
         entries = [entry for entry in stream.index_entries if entry.size]
         if not entries or len(entries) < stream.frames or not stream.frames:
             return []
@@ -195,13 +195,13 @@ class Video:
             raise BadMedia(self._path, "is truncated: its index lists frames beyond its end")
         tick = _seconds(stream.time_base)
         times = [entry.timestamp * tick for entry in entries if not entry.is_discard]
-        # The index has decoding times, not presentation times: they agree only at a constant frame rate.
+        # The index contains decoding times, which equal the presentation times only at a constant frame rate.
         steps = [later - sooner for sooner, later in pairwise(times)]
         even = not steps or max(steps) < 1.5 * min(steps)
         return times if even and entries[0].is_keyframe else []
 
     def _times_by_counting(self) -> list[float]:
-        """The frames' times from all packets of the file, without decoding them."""
+        """Reads the frames' times from all packets of the file, without decoding them."""
         times: list[float] = []
         decodable = False  # frames before the first key frame cannot be decoded
         with self._open() as (container, stream):
@@ -215,7 +215,7 @@ class Video:
         return times
 
     def frames(self, start: float) -> Iterator[TimedFrame]:
-        """The frames in order, from the last key frame at or before `start`, or from the first if seeking fails."""
+        """Yields frames in order, from the last key frame at or before `start`, or from the first if seeking fails."""
         if start > _WORTH_SEEKING and self._begin is not None:
             decoded = self._decoded(start)
             try:
@@ -240,7 +240,7 @@ class Video:
                     yield TimedFrame(frame.time - self._begin, frame)
 
     def rgb(self, frame: TimedFrame) -> NDArray[np.uint8]:
-        """A frame as upright 8-bit RGB, [height, width, 3]."""
+        """Converts a frame to upright 8-bit RGB, [height, width, 3]."""
         decoded: VideoFrame = frame.frame
         with as_bad_media(self._path, "video"):
             pixels = np.asarray(decoded.to_ndarray(format="rgb24"), dtype=np.uint8)
@@ -248,5 +248,5 @@ class Video:
 
 
 def _seconds(tick: Any) -> float:
-    # `tick` is a fraction or None; from PyAV 19 on, it has a type of PyAV.
+    # `tick` is a fraction or None; since PyAV 19, it is an instance of a PyAV type.
     return float(tick) if tick else 0.0

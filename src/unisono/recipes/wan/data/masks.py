@@ -1,8 +1,8 @@
-"""Masks beside samples, which weight each element of a latent in the loss.
+"""Reads the masks next to samples, which weight the elements of a latent in the loss.
 
-`a.mask.png` or `a.mask.mp4` belongs to the sample `a`: white counts, black does not, grey counts in part. The mask goes
-through the same window, crop and scaling as its image or video. Its brightness is then averaged over the pixels of each
-latent position, and over the frames of each latent frame: the first frame alone, then every four frames.
+`a.mask.png` or `a.mask.mp4` is the mask of the sample `a`: white counts, black does not, grey counts in part. A mask
+gets the same window, crop and scaling as its image or video. Its brightness is then averaged over the pixels of each
+latent position and over the frames of each latent frame: the first frame alone, then groups of four frames.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from unisono.recipes.wan.data.precomputed import read_latent
 from unisono.recipes.wan.data.sources import Source
 from unisono.recipes.wan.models.vae import Geometry
 
-_FORMAT = 1  # part of every key, so that entries of another format are ignored
-_SAME_RATE = 0.01  # relative difference of two frame rates that count as equal
+_FORMAT = 1  # part of every cache key, so entries in another format are never found
+_SAME_RATE = 0.01  # largest relative difference between two frame rates that count as equal
 _NONE = ""  # the key of a sample without a mask
 
 
 def read_mask(source: Source, crop: Crop, geometry: Geometry) -> Tensor:
-    """The mask of a sample on the grid of its latent, float32 [1, f, h, w] from 0 to 1."""
+    """Reads the mask of a sample at its latent's resolution, float32 [1, f, h, w] from 0 to 1."""
     assert source.mask is not None
     facts, fit = _sample_of(source, crop, geometry)
     check_same_frames(source.mask, facts, "mask")
@@ -45,7 +45,7 @@ def read_mask(source: Source, crop: Crop, geometry: Geometry) -> Tensor:
 
 
 def _sample_of(source: Source, crop: Crop, geometry: Geometry) -> tuple[MediaFacts, Fit]:
-    """The size of the file that a mask must match, and the sample's size."""
+    """Returns the facts of the file that a mask must match, and the sample's frame count and size."""
     if source.latent is not None:
         _, frames, height, width = read_latent(source.latent, geometry).shape
         scale, frames = geometry.spatial_factor, 1 + (frames - 1) * geometry.temporal_factor
@@ -55,9 +55,9 @@ def _sample_of(source: Source, crop: Crop, geometry: Geometry) -> tuple[MediaFac
 
 
 def check_same_frames(path: Path, of: MediaFacts, kind: str) -> None:
-    """Raises BadMedia if a file beside a sample does not have the sample's size, frame count and frame rate.
+    """Raises BadMedia if a file next to a sample does not have the sample's size, frame count and frame rate.
 
-    A still image fits every frame of a video.
+    A still image applies to every frame of a video.
     """
     facts = media.probe(path)
     if (facts.height, facts.width) != (of.height, of.width):
@@ -81,7 +81,7 @@ def check_same_frames(path: Path, of: MediaFacts, kind: str) -> None:
 
 
 def on_latent_grid(frames: Tensor, geometry: Geometry) -> Tensor:
-    """The brightness of frames uint8 [F, H, W, 3], averaged over each latent position, [1, f, h, w] from 0 to 1."""
+    """Averages the brightness of frames uint8 [F, H, W, 3] over each latent position: [1, f, h, w] from 0 to 1."""
     brightness = frames.float().mean(3) / 255
     pooled = functional.avg_pool2d(brightness[None], geometry.spatial_factor)
     first, rest = pooled[:, :1], pooled[:, 1:]
@@ -92,12 +92,12 @@ def on_latent_grid(frames: Tensor, geometry: Geometry) -> Tensor:
 
 
 class MaskCache:
-    """The cached masks of a list of samples, some of which have none."""
+    """Caches the masks of a list of samples, some of which may have no mask."""
 
     def __init__(
         self, folder: Path, sources: Sequence[Source], sample_keys: Sequence[str], crop: Crop, geometry: Geometry
     ) -> None:
-        """`sample_keys` are the cache keys of the samples: a mask is cropped and scaled like its sample."""
+        """`sample_keys`: the samples' cache keys, part of the masks' keys because a mask is cropped like its sample."""
         self._sources, self._sample_keys, self._crop, self._geometry = sources, sample_keys, crop, geometry
         self._packs = Packs(folder / "masks", self._is_mask)
 
@@ -118,11 +118,11 @@ class MaskCache:
         return lambda: mask
 
     def find(self) -> dict[str, PackEntry | None]:
-        """All entries by key; None for the samples without a mask."""
+        """Returns all entries by key; None for the key of samples without a mask."""
         return {_NONE: None, **self._packs.find()}
 
     def open(self, good: Sequence[int]) -> CachedMasks:
-        """The masks of the samples of these indices."""
+        """Opens the masks of the samples with these indices."""
         return CachedMasks(self._packs, [self.keys[index] for index in good])
 
     @cached_property
@@ -146,6 +146,6 @@ class CachedMasks:
         self._number[masked] = torch.arange(len(masked), dtype=torch.int32)
 
     def mask(self, index: int, shape: tuple[int, ...]) -> Tensor:
-        """The mask of a sample with a latent of this shape, [1, f, h, w]; ones for a sample without a mask."""
+        """Returns a sample's mask, [1, f, h, w], or ones if it has none; `shape` is the shape of its latent."""
         number = int(self._number[index])
         return torch.ones(1, *shape[1:]) if number < 0 else self._reader[number]

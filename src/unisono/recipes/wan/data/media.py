@@ -1,8 +1,8 @@
 """Reads images and videos as tensors: probes a file, fits a sample to the model's sizes, and decodes its frames.
 
-A Wan model takes 4k + 1 frames, because its VAE maps the first frame to one latent frame, and every four frames after
-it to another. Height and width must be divisible by the model's patches. `probe` reads the number of frames and the
-size of a file, `fit` chooses the frames and size of its sample, and `read` decodes that sample.
+A Wan model takes 4k + 1 frames, because its VAE maps the first frame to one latent frame, and each further group of
+four frames to another. Height and width must be divisible by the model's patch size in pixels. `probe` reads the frame
+count and size of a file, `fit` chooses the frame count and size of its sample, and `read` decodes that sample.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ STARTS = ("head", "middle", "random")  # positions of the window in a longer vid
 
 
 def probe(path: Path) -> MediaFacts:
-    """The number of frames, size and frame rate of a file as displayed, upright and with square pixels.
+    """Returns a file's frame count and frame rate, and its size as displayed: upright, with square pixels.
 
-    Reads the header and one frame. If the header does not contain the length, counts the frames.
+    Reads the header and one frame. If the header does not contain the number of frames, counts them.
     """
     return opened(path).facts
 
 
 def window(frames: int, requested: int) -> int:
-    """The largest number of the form 4k + 1 that exceeds neither the available nor the requested frames; at least 1."""
+    """Returns the largest number of the form 4k + 1 that is at most `frames` and at most `requested`; at least 1."""
     return max(0, min(frames, requested) - 1) // 4 * 4 + 1
 
 
 def frames_at(facts: MediaFacts, fps: float) -> int:
-    """The number of frames of a video at `fps` frames per second; 0 keeps its own rate."""
+    """Returns the frame count of a video resampled to `fps` frames per second; 0 keeps its own rate."""
     if not facts.fps or not fps:
         return facts.frames
     return max(1, math.floor(facts.frames * fps / facts.fps + 0.5))
@@ -49,7 +49,7 @@ def frames_at(facts: MediaFacts, fps: float) -> int:
 
 @dataclass(frozen=True)
 class Fit:
-    """The frames and size of a sample."""
+    """The frame count and size of a sample."""
 
     frames: int
     height: int
@@ -59,10 +59,10 @@ class Fit:
 def fit(
     facts: MediaFacts, *, num_frames: int, height: int, width: int, max_pixels: int, multiple: int, fps: float
 ) -> Fit:
-    """Chooses the frames and size of a file's sample: at most `num_frames`, and a size that the model accepts.
+    """Chooses the frame count (at most `num_frames`) of a file's sample, and a size that the model accepts.
 
-    With a height and a width, every sample has that size. If both are 0, a sample keeps its aspect ratio and its size,
-    scaled down to `max_pixels` (0: no limit) and rounded down to multiples of `multiple`.
+    With a height and a width, every sample has that size. If both are 0, a sample keeps its aspect ratio; its size is
+    scaled down to at most `max_pixels` (0: no limit) and rounded down to multiples of `multiple`.
     """
     if num_frames < 1:
         raise ConfigError(f"num_frames: expected at least 1, got {num_frames}")
@@ -76,9 +76,9 @@ def fit(
         raise ConfigError(f"max_pixels {max_pixels}: expected at least {multiple}×{multiple} = {multiple**2}")
     most = max_pixels or facts.height * facts.width
     scale = min(1.0, math.sqrt(most / (facts.height * facts.width)))
-    # Adds a billionth, because rounding errors must not turn 0.1 × 160 into less than 16.
+    # Adds a billionth so that rounding errors do not turn 0.1 × 160 into less than 16.
     high, wide = (math.floor(side * scale * (1 + 1e-9) / multiple) * multiple for side in (facts.height, facts.width))
-    if max_pixels:  # a strip narrower than `multiple` is widened to it, so its length needs a limit
+    if max_pixels:  # a side below `multiple` is enlarged to `multiple`, so the other side needs a limit
         longest = max_pixels // multiple // multiple * multiple
         high, wide = min(high, longest), min(wide, longest)
     return Fit(frames, max(high, multiple), max(wide, multiple))
@@ -87,7 +87,7 @@ def fit(
 def read(path: Path, fit: Fit, *, fps: float, start: str = "head") -> Tensor:
     """Reads the frames of a sample, uint8 [F, H, W, 3], resized to cover the size of `fit` and centre-cropped.
 
-    With `fps`, resamples a video by the times of its frames. `start` is the position of the window in a longer video:
+    With `fps`, resamples a video by its frames' timestamps. `start` is the position of the window in a longer video:
     "head", "middle", or "random" (from torch's global generator). Decodes only the frames that the sample needs.
     """
     if start not in STARTS:
@@ -134,9 +134,9 @@ def _in_order(media: Video | ImageOrAnimation, first: int, count: int) -> Iterat
 
 
 def _shown_at(times: list[float], frames: Iterator[TimedFrame], period: float) -> Iterator[TimedFrame]:
-    """For each time, the frame that is displayed at that time; the last frame lasts as long as an average one."""
-    # Times in files are rounded, and those of phones jitter, so a frame may come a little early. The tolerance is less
-    # than half a period: at half the frame rate, rounding would otherwise decide which of two frames is used.
+    """Yields, for each time, the frame that is displayed then; the last frame lasts as long as an average frame."""
+    # Timestamps are rounded, and those from phones jitter, so a frame may come a little early. The tolerance is less
+    # than half a period: when the frame rate is halved, rounding would otherwise decide which of two frames is used.
     early = 0.3 * period
     remaining = iter(times)
     time = next(remaining)
@@ -168,13 +168,13 @@ def _cover(image: NDArray[np.uint8], fit: Fit, pixel_aspect: float) -> Tensor:
     if (high, wide) == (fit.height, fit.width):
         return middle
     channels_first = middle.permute(2, 0, 1)[None]
-    # With antialias, this gives the same result as Pillow, in a third of the time.
+    # With antialias=True, the result equals Pillow's and took a third of the time when measured.
     small = functional.interpolate(channels_first, (fit.height, fit.width), mode="bicubic", antialias=True)
     return small[0].permute(1, 2, 0)
 
 
 def to_unit(frames: Tensor) -> Tensor:
-    """Converts frames uint8 [F, H, W, 3] to the input of the models, float32 [3, F, H, W] in [-1, 1]."""
+    """Converts frames uint8 [F, H, W, 3] to the models' input format, float32 [3, F, H, W] in [-1, 1]."""
     return frames.permute(3, 0, 1, 2).to(torch.float32, memory_format=torch.contiguous_format).div_(127.5).sub_(1)
 
 

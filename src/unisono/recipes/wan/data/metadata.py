@@ -1,10 +1,10 @@
-"""Files that list the samples of a dataset folder, in the formats of common training scripts.
+"""Reads the files that list a dataset folder's samples, in the formats of common training scripts.
 
-metadata.csv           columns for the file and its caption (DiffSynth, the hub's image folders)
+metadata.csv           one column for the file and one for its caption (DiffSynth, the hub's image folders)
 metadata.jsonl         the same, one JSON object per line (musubi)
-metadata.json          the same, a JSON list (VideoX-Fun)
-videos2caption.json    the same, where a caption is a text or a list of texts (FastVideo)
-videos.txt, prompts.txt    the files and their captions, line by line (finetrainers)
+metadata.json          the same as one JSON list (VideoX-Fun)
+videos2caption.json    the same, but a caption may also be a list of texts (FastVideo)
+videos.txt, prompts.txt    two lists, one file or caption per line (finetrainers)
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class Row:
 
 
 def rows_of(tree: Tree, table: str) -> Iterator[Row]:
-    """The samples that a table lists, in its order."""
+    """Yields the samples that a table lists, in its order."""
     read = {".csv": _csv, ".jsonl": _jsonl, ".json": _json}[table[table.rindex(".") :].lower()]
     return read(tree, table)
 
 
 def rows_of_lists(tree: Tree, media_list: str, caption_list: str) -> Iterator[Row]:
-    """The samples of two lists that correspond line by line."""
+    """Yields the samples of two lists: line n of one is the file, line n of the other its caption."""
     media, captions = (
         [line.strip() for _, line in tree.lines(each, _MOST_BYTES)] for each in (media_list, caption_list)
     )
@@ -67,7 +67,7 @@ def rows_of_lists(tree: Tree, media_list: str, caption_list: str) -> Iterator[Ro
 
 def _csv(tree: Tree, table: str) -> Iterator[Row]:
     where = tree.path(table)
-    # strict, because otherwise an unclosed quote would turn the rest of the file into one caption
+    # strict=True, because otherwise an unclosed quote would turn the rest of the file into one caption.
     reader = csv.reader((f"{line}\n" for _, line in tree.lines(table, _MOST_BYTES)), strict=True)
     try:
         header = [name.strip().lower() for name in next(reader, [])]
@@ -113,7 +113,7 @@ def _parsed(text: str, where: str) -> Any:
     except json.JSONDecodeError as error:
         place = f" (line {error.lineno}, column {error.colno})" if error.lineno > 1 else f" (column {error.colno})"
         raise ConfigError(f"{where}: invalid JSON: {error.msg}{place}") from None
-    except (ValueError, RecursionError) as error:  # raised for a number of a million digits, or a million brackets
+    except (ValueError, RecursionError) as error:  # e.g. for a number with a million digits, or a million brackets
         raise ConfigError(f"{where}: invalid JSON: {type(error).__name__}") from None
 
 
@@ -123,7 +123,7 @@ def _once(pairs: list[tuple[str, Any]], where: str) -> dict[str, Any]:
 
 
 def _reject_duplicates(names: list[str], where: str) -> None:
-    """Raises ConfigError for duplicate names, because programs disagree on which one counts."""
+    """Raises ConfigError if a name occurs twice, because programs disagree on which occurrence counts."""
     twice = next((name for name in (*_MEDIA, *_CAPTION) if names.count(name) > 1), None)
     if twice is not None:
         raise ConfigError(f"{where}: {twice} occurs {names.count(twice)} times; keep one of them")
@@ -136,7 +136,7 @@ def _row(where: str, entry: Any) -> Row:
     if not isinstance(media, str):
         raise ConfigError(f"{where}: names no file; expected one of {', '.join(_MEDIA)}, got {shown(entry)}")
     captions = [entry[key] for key in _CAPTION if entry.get(key) is not None]
-    # An empty text counts as the caption only if there is no other.
+    # An empty text is the caption only if the sample has no other text.
     caption = next((each for each in captions if each), captions[0] if captions else None)
     num_captions = 1
     if isinstance(caption, list) and all(isinstance(each, str) for each in caption):

@@ -1,4 +1,4 @@
-"""Latents and text embeddings that users computed themselves and keep next to their images and videos.
+"""Reads latents and text embeddings that users computed themselves and stored next to their images and videos.
 
 Each file is checked before training uses it. A setting says whether latents are normalised, as the transformer takes
 them, or raw, as the VAE outputs them. Padding is removed from embeddings.
@@ -17,7 +17,7 @@ from unisono.recipes.wan.models.vae import Geometry, normalised
 
 
 def read_latent(path: Path, geometry: Geometry, statistics: tuple[Tensor, Tensor] | None = None) -> Tensor:
-    """Reads the latent in a file (key "latent") as float32 [C, f, h, w]; normalises a raw one with `statistics`."""
+    """Reads the latent in a file (key "latent") as float32 [C, f, h, w]; `statistics`, if given, normalise it."""
     latent = _read(path, "latent")
     if latent.dim() == 5 and len(latent) == 1:
         latent = latent[0]

@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from PIL.ImageFont import FreeTypeFont, ImageFont
 
-_BT709 = 1  # the same number in FFmpeg's tables of colour spaces, primaries and transfer curves
-_LIMITED = 1  # the range of values in videos
+_BT709 = 1  # FFmpeg uses the same number for the colour space, the primaries and the transfer curve
+_LIMITED = 1  # limited ("TV") range of pixel values, which is usual in videos
 _GAP = 2  # pixels between images
-_ACROSS = 8  # frames of a video per row
-_LINE, _LINES = 14, 3  # height of a line of text in pixels, and lines per caption at most
+_ACROSS = 8  # frames per row of a video
+_LINE, _LINES = 14, 3  # height of a line of text in pixels, and maximum number of lines per caption
 
 
 def write_video(frames: Tensor, to: Path | BinaryIO, fps: float) -> None:
-    """Writes frames uint8 [F, H, W, 3] as an MP4 that browsers play, to an open file or a new one."""
+    """Writes frames uint8 [F, H, W, 3] to an open or a new file, as an MP4 video that browsers can play."""
     if isinstance(to, Path):
         with to.open("xb") as file:  # x: never overwrites a file
             _encode(frames, file, fps)
@@ -37,7 +37,7 @@ def _encode(frames: Tensor, file: BinaryIO, fps: float) -> None:
     import av
 
     pixels = frames.cpu().numpy()
-    # The video stores one colour per 2×2 pixels, so the last line of an odd height or width is repeated.
+    # The video stores one colour per 2×2 pixels, so the last row or column is repeated if their number is odd.
     pixels = np.pad(pixels, ((0, 0), (0, pixels.shape[1] % 2), (0, pixels.shape[2] % 2), (0, 0)), mode="edge")
     with av.open(file, mode="w", format="mp4") as container:
         codec = "libx264" if "libx264" in av.codecs_available else "mpeg4"
@@ -57,10 +57,10 @@ def _encode(frames: Tensor, file: BinaryIO, fps: float) -> None:
 
 
 def grid(samples: Sequence[Tensor], columns: int = 0, captions: Sequence[str] = ()) -> Image:
-    """Samples uint8 [F, H, W, 3] in one image: still images in rows of `columns` (0: nearly square), one video per row.
+    """Arranges samples uint8 [F, H, W, 3] in one image: still images in `columns` columns, or one video per row.
 
-    A video longer than the row is shown by evenly spaced frames, from the first to the last. Captions, one per sample,
-    are written below the still image or the row.
+    With `columns` 0, the grid is nearly square. Of a long video, the row shows evenly spaced frames from the first to
+    the last. Captions, one per sample, are written below each still image or row.
     """
     from PIL import Image
 
@@ -88,7 +88,7 @@ def grid(samples: Sequence[Tensor], columns: int = 0, captions: Sequence[str] = 
 
 
 def labelled(frames: Tensor, label: str) -> Tensor:
-    """Frames uint8 [F, H, W, 3] with a line of text above each."""
+    """Adds a line of text above each of the frames uint8 [F, H, W, 3]."""
     from PIL import Image
 
     strip = Image.new("RGB", (frames.shape[2], _LINE), "white")

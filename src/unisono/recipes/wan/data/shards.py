@@ -1,7 +1,7 @@
-"""Images and videos in tar shards, local or remote, in the layout of WebDataset: `a.mp4` and `a.txt` form one sample.
+"""Reads images and videos from local or remote tar shards in WebDataset's layout: `a.mp4` and `a.txt` are one sample.
 
-The shards are indexed by `unisono.datasets`: the index contains the offset of each image or video and of its caption.
-The cache of latents then reads each image or video once, as one range of bytes, into a temporary file for the decoder.
+`unisono.datasets` indexes the shards: the index contains the offset of each image or video and of its caption. To
+encode an image or video, the latent cache reads its byte range once, into a temporary file for the decoder.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from unisono.storage.addresses import is_remote
 
 _SUFFIXES = (*VIDEO_SUFFIXES, *IMAGES)
 _CAPTIONS = ("txt", "json")
-_KEYS = ("caption", "text", "prompt")  # possible keys of a caption in JSON
+_KEYS = ("caption", "text", "prompt")  # keys under which a JSON file may contain the caption
 _MOST_BYTES, _MOST_CHARACTERS = 2**20, 65_536
-_AHEAD = 2**18  # bytes that indexing reads at a time from remote shards
+_AHEAD = 2**18  # bytes per read when indexing remote shards
 _THREADS = 16  # number of threads that read captions
 
 
@@ -58,7 +58,7 @@ class PackedMedia:
 
     @contextmanager
     def as_file(self, name: str) -> Iterator[Path]:
-        """Yields a temporary file with the content. A BadMedia raised inside the context names the sample instead."""
+        """Yields a temporary file with the content; a BadMedia raised inside the context then names the sample."""
         with tempfile.TemporaryDirectory(prefix="unisono-") as folder:
             path = Path(folder) / f"media{self.suffix}"
             path.write_bytes(_read(self.reader, self.shard, self.start, self.size))
@@ -70,7 +70,7 @@ class PackedMedia:
 
 @dataclass(frozen=True)
 class PackedSample:
-    """A sample of the shards."""
+    """A sample in a shard."""
 
     name: str
     media: PackedMedia
@@ -78,14 +78,14 @@ class PackedSample:
 
 
 def are_shards(path: str) -> bool:
-    """Whether a setting names tar shards and not a folder."""
+    """Whether a path names tar shards rather than a folder."""
     return path.endswith(".tar") or is_remote(path)
 
 
 def read_shards(
     pattern: str, index_dir: Path | None, work: Work, *, leave_out_bad: bool, report: Callable[[str], None]
 ) -> list[PackedSample]:
-    """Returns the samples of all shards in order. Every rank must call this and reads a share of the captions."""
+    """Returns the samples of all shards in order. Every rank must call this, because each reads a share of captions."""
     shards = files.examine(expand(str(Path(pattern).expanduser()) if pattern.startswith("~") else pattern, ".tar"))
     reader = files.RangeReader()
 
@@ -116,7 +116,7 @@ def read_shards(
 
 
 def _rows(reader: files.RangeReader, shard: files.Source) -> list[list[int]]:
-    """For each sample of a shard: offset, size and kind of its image or video, and of its caption."""
+    """Returns, for each sample of a shard, the offset, size and kind of its image or video and of its caption."""
     buffered = Buffered(reader.read, shard, _AHEAD if shard.is_remote else 0)
     try:
         return [row for sample in samples(buffered.read, shard.size) if (row := _row(sample, shard)) is not None]
@@ -144,7 +144,7 @@ def _row(sample: TarSample, shard: files.Source) -> list[int] | None:
 def _captions(
     index: Index, shards: Sequence[files.Source], reader: files.RangeReader, work: Work
 ) -> list[tuple[str, str]]:
-    """The caption of each sample, or the problem with it."""
+    """Reads the caption of each sample, or describes the problem with it."""
 
     def read(row: int) -> tuple[str, str]:
         number, (_, _, _, start, size, kind) = index.locate(row)
@@ -160,7 +160,7 @@ def _captions(
     with ThreadPoolExecutor(_THREADS) as pool:
         try:
             mine: Any = list(pool.map(read, work.share(range(len(index)))))
-        except UserError as error:  # the other ranks wait for this one
+        except UserError as error:  # recorded instead of raised, because the other ranks wait for this rank
             mine = str(error)
     parts = work.gather(mine)
     for part in parts:

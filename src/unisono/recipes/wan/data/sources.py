@@ -1,9 +1,9 @@
-"""The samples of a dataset folder: videos and images, their captions, and precomputed latents and embeddings.
+"""Finds the samples of a dataset folder: videos and images, their captions, and precomputed latents and embeddings.
 
-Either a file lists the samples (see `metadata`), or each video and image has a text file of the same name, in
-subfolders too: `cats/a.mp4` and `cats/a.txt`. `a.latent.safetensors` holds the latent of `a`, and `a.safetensors` the
+Either a file lists the samples (see `metadata`), or each video and image has a text file of the same name, also in
+subfolders: `cats/a.mp4` and `cats/a.txt`. `a.latent.safetensors` holds the latent of `a`, and `a.safetensors` the
 embedding of its caption. A sample with a latent needs no video, and a sample with an embedding needs no caption.
-`a.mask.png` or `a.mask.mp4` says which parts of `a` count in the loss.
+`a.mask.png` or `a.mask.mp4` determines which parts of `a` count in the loss.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from unisono.recipes.wan.data.shards import PackedMedia
 LATENT, EMBEDDING = ".latent.safetensors", ".safetensors"
 MASKS = (".mask.png", ".mask.mp4")
 FIRST, LAST = ".first", ".last"
-"""Ends of the names of pictures that replace the first and the last frame of a sample: a.first.png for a.mp4."""
+"""Name endings of the pictures that replace a sample's first and last frame: a.first.png for a.mp4."""
 _MEDIA = (*VIDEO_SUFFIXES, *IMAGES)
-_MOST_CHARACTERS = 65_536  # limit of a caption; a model takes 512 tokens
+_MOST_CHARACTERS = 65_536  # maximum caption length; a model uses only 512 tokens
 _NO_CAPTION = "has no caption"
 
 
@@ -40,16 +40,16 @@ class Source:
     media: Path | None
     """The image or video; None if the sample has only a latent."""
     caption: str | None
-    """None if the sample has only an embedding. A sample with an empty caption is trained without text."""
+    """The caption; None if the sample has only an embedding. A sample with an empty caption is trained without text."""
     latent: Path | None = None
     embedding: Path | None = None
     mask: Path | None = None
     first: Path | None = None
-    """A picture to give to an image-to-video model instead of the first frame."""
+    """A picture that an image-to-video model is given instead of the first frame."""
     last: Path | None = None
-    """A picture to give instead of the last frame."""
+    """A picture that an image-to-video model is given instead of the last frame."""
     packed: PackedMedia | None = None
-    """The image or video, if it is in a tar shard; `media` is None then."""
+    """The image or video if it is in a tar shard; `media` is then None."""
 
     @property
     def suffix(self) -> str:
@@ -68,7 +68,7 @@ class _Bad:
 
 @dataclass
 class _Samples:
-    """The usable samples (still named by their full path in the folder), the unusable ones, and notes for the user."""
+    """The usable samples (named by their full path in the folder), the unusable samples, and notes for the user."""
 
     sources: list[Source] = field(default_factory=list)
     bad: list[_Bad] = field(default_factory=list)
@@ -78,10 +78,10 @@ class _Samples:
 def read_sources(
     folder: Path, *, leave_out_bad: bool = False, report: Callable[[str], None] = lambda text: None
 ) -> list[Source]:
-    """The samples of a folder, or of the file that lists them, always in the same order.
+    """Returns the samples of a folder, or of a file that lists samples, always in the same order.
 
-    A sample without a file or a caption is an error, or is skipped with `leave_out_bad`. `report` is called with each
-    note for the user.
+    Raises ConfigError for a sample without a file or a caption, or skips it with `leave_out_bad`. Calls `report` with
+    each note for the user.
     """
     try:
         samples = _samples_of(folder, leave_out_bad)
@@ -122,7 +122,7 @@ def _lists_of(tree: Tree, name: str) -> tuple[str, ...]:
 
 
 def _lists_in(tree: Tree) -> tuple[str, ...]:
-    """The file, or the two files, that list the samples of a folder; empty if there are none."""
+    """Returns the names of the file, or the two files, that list a folder's samples; empty if there are none."""
 
     def is_list(name: str) -> bool:  # prompt.txt is a caption if prompt.mp4 exists
         return name in tree and not any(name.removesuffix(".txt") + suffix in tree for suffix in _MEDIA)
@@ -139,7 +139,7 @@ def _lists_in(tree: Tree) -> tuple[str, ...]:
 
 
 def _listed(tree: Tree, lists: tuple[str, ...]) -> _Samples:
-    """The samples that a metadata file lists, in its order."""
+    """Returns the samples that a metadata file lists, in its order."""
     samples, num_several = _Samples(), 0
     for row in rows_of(tree, lists[0]) if len(lists) == 1 else rows_of_lists(tree, lists[0], lists[1]):
         try:
@@ -167,7 +167,7 @@ def _listed(tree: Tree, lists: tuple[str, ...]) -> _Samples:
 
 
 def _side_by_side(tree: Tree) -> _Samples:
-    """Every video, image and latent of the folder with the text file of its name, sorted by name."""
+    """Pairs every video, image and latent of the folder with the text file of the same name; sorted by name."""
     samples = _Samples()
     media: dict[str, list[str]] = defaultdict(list)
     texts: dict[str, str] = {}
@@ -207,7 +207,7 @@ def _side_by_side(tree: Tree) -> _Samples:
 
 
 def _beside_samples(media: Mapping[str, Sequence[str]]) -> list[str]:
-    """The images and videos that belong to a sample according to their names, and are not samples themselves."""
+    """Returns the images and videos whose names mark them as a mask or a given frame of a sample, not as a sample."""
     return [
         stem + suffix
         for stem in media
@@ -243,7 +243,7 @@ def _add(samples: _Samples, tree: Tree, where: str, stem: str, media: str | None
 
 
 def _picture(tree: Tree, stem: str) -> Path | None:
-    """The picture of this name, with any suffix."""
+    """Returns the picture with this name and any supported suffix."""
     paths = [stem + suffix for suffix in IMAGES if stem + suffix in tree]
     if len(paths) > 1:
         raise ConfigError(f"{tree.path(paths[0])} and {paths[1]} are both given frames of one sample; remove one")
@@ -251,7 +251,7 @@ def _picture(tree: Tree, stem: str) -> Path | None:
 
 
 def _owner_of(stem: str) -> str | None:
-    """The name of the sample for which the picture `stem` is a given frame; None for other names."""
+    """Returns the name of the sample whose given frame the picture `stem` is; None for other names."""
     return next((stem.removesuffix(end) for end in (FIRST, LAST) if stem.endswith(end)), None)
 
 
@@ -266,7 +266,7 @@ def _refuse_empty(samples: _Samples, folder: Path, hint: str) -> None:
 
 
 def _report_bad(samples: _Samples, leave_out_bad: bool) -> None:
-    """Raises ConfigError for bad samples, or adds a remark that they are skipped."""
+    """Raises ConfigError if there are bad samples or, with `leave_out_bad`, adds a remark that they are skipped."""
     good, bad = len(samples.sources), samples.bad
     if bad and not (good and leave_out_bad):
         others = f" ({len(bad) - 1} more of {good + len(bad)} samples are bad)" if len(bad) > 1 else ""
@@ -285,13 +285,13 @@ def _few(items: list[str]) -> str:
 
 
 def _nested_list(tree: Tree) -> str:
-    """A hint for the user if a list of samples is in a subfolder; empty otherwise."""
+    """Returns a hint for the user if a subfolder contains a list of samples; empty otherwise."""
     nested = next((path for path in sorted(tree.walk()) if path.rpartition("/")[2] in TABLES), None)
     return f"; {tree.path(nested)} exists: pass its folder instead" if nested else ""
 
 
 def _with_unique_names(sources: list[Source]) -> list[Source]:
-    """Shortens a.mp4 to a, unless there is also an a.png. If a.mp4 is listed again, it becomes a#2."""
+    """Shortens the name a.mp4 to a, unless there is also an a.png. The second listing of a.mp4 is named a#2."""
 
     def short(path: str) -> str:
         return path.removesuffix(LATENT) if path.endswith(LATENT) else splitext(path)[0]

@@ -1,6 +1,6 @@
-"""Datasets without a cache: frames and captions are read in every step and encoded on the training device.
+"""The dataset for training without a cache: frames and captions are read and encoded in every step.
 
-Only the size of each sample is computed in advance, because the engine needs to know the shapes.
+Only the size of each sample is computed in advance, because the engine needs the samples' shapes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from unisono.recipes.wan.models.vae import Geometry
 
 
 class UncachedSamples(ShapedSamples):
-    """Frames and captions, which `WanVae.encode_frames` and `TextEncoder.encode` encode in every step.
+    """Frames and captions, to be encoded in every step by `WanVae.encode_frames` and `TextEncoder.encode`.
 
     With `given`, a sample also contains its given frames, for `condition_channels` and `ImageEncoder.encode`.
     """
@@ -74,7 +74,7 @@ class UncachedSamples(ShapedSamples):
 
 
 class SampleSizes:
-    """The size of each sample after cropping, computed once by all ranks together, and stored."""
+    """The size of each sample after cropping; all ranks together compute the sizes once and store them."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class SampleSizes:
         masked: bool = False,
         condition: ConditionKind | None = None,
     ) -> None:
-        """`condition`: the frames that an image-to-video model is given; None for other models."""
+        """`condition` names the frames that an image-to-video model is given; None for other models."""
         for source in sources:
             if source.latent is not None or source.embedding is not None:
                 raise ConfigError(
@@ -112,7 +112,7 @@ class SampleSizes:
         return lambda: size
 
     def open(self, leave_out_bad: bool = False) -> UncachedSamples:
-        """Opens the samples, once all ranks have read their share. With `leave_out_bad`, skips unusable samples."""
+        """Opens the samples after all ranks have filled their shares. With `leave_out_bad`, skips unusable samples."""
         entries = self._sizes.find()
         good, remarks = usable_samples(self._sources, [(entries, self._keys)], self._bad, leave_out_bad)
         sizes = PackReader(self._sizes.folder, [entries[self._keys[index]] for index in good])
