@@ -24,18 +24,18 @@ if TYPE_CHECKING:
 
 _SHARD = "5GB"
 _LIBRARIES = ("diffusers", "transformers")
-_KINDS = {".json", ".safetensors", ".model", ".txt"}  # file types to copy: neither pickles nor code
+_KINDS = {".json", ".safetensors", ".model", ".txt"}  # file types to copy; excludes pickles and code
 
 
 TEXT_TO_VIDEO, IMAGE_TO_VIDEO = "WanPipeline", "WanImageToVideoPipeline"
-"""diffusers' classes of pipelines."""
+"""diffusers' pipeline classes."""
 
 
 def other_parts(pipeline: WanFolder, trained: Sequence[str], expert: str, boundary: float = BOUNDARY) -> WanFolder:
-    """The parts of a pipeline to export next to the trained transformers: all except the pipeline's transformers.
+    """Returns the pipeline parts to export next to the trained transformers: all except the pipeline's transformers.
 
     Exception: if only one of two experts was trained, the pipeline's other expert is exported too. `boundary` is the
-    noise level between two experts, used if the pipeline does not state it.
+    noise level that divides the experts; it is used if the pipeline does not state one.
     """
     alone = expert != "both" and len(trained) == 1 and len(pipeline.transformers) == 2
     other_expert = {name: place for name, place in pipeline.transformers.items() if alone and name not in trained}
@@ -58,11 +58,11 @@ def write_pipeline(
     boundary_ratio: float | None = None,
     has_given_frames: bool = False,
 ) -> str:
-    """Writes trained transformers and the other parts of a pipeline to an empty folder; returns a description.
+    """Writes trained transformers and the other pipeline parts to an empty folder; returns a description of the result.
 
-    `source` is either the model that training started from or its other parts; the other parts, including an expert
-    that was not trained, are copied. If boundary_ratio is None, the source's value is used. `has_given_frames`: whether
-    this is an image-to-video model.
+    The other parts, including an expert that was not trained, are copied from `source`: the model that training started
+    from, or its `other_parts`. If boundary_ratio is None, the source's value is used. `has_given_frames`: whether this
+    is an image-to-video model.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} is not an empty folder, and an export never overwrites files; choose another folder")
@@ -99,7 +99,7 @@ def _with_copied_parts(
         why = f"{source.path} has no VAE, text encoder and tokenizer in diffusers' layout"
         return _only_transformers(folder, models, why, IMAGE_TO_VIDEO if has_given_frames else TEXT_TO_VIDEO)
     index = read_json(source.path / "model_index.json", dict)
-    # This is how diffusers marks a transformer that the folder does not contain.
+    # diffusers expects this entry for a transformer that the folder does not contain.
     index |= {
         name: [None, None]
         for name in ("transformer", "transformer_2")
@@ -115,7 +115,7 @@ def _with_copied_parts(
     for name, model in models.items():
         model.save_pretrained(str(folder / name), max_shard_size=_SHARD, safe_serialization=True)
         index[name] = ["diffusers", "WanTransformer3DModel"]
-    # Written last: without this file, a folder that is incomplete because the disk was full does not look complete.
+    # Written last, so that an incomplete folder (after a full disk, for example) cannot be taken for a complete one.
     index |= {"boundary_ratio": boundary_ratio, "expand_timesteps": source.expand_timesteps}
     (folder / "model_index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     description = f"a pipeline for {index.get('_class_name')}.from_pretrained"
@@ -157,8 +157,8 @@ def _copy_part(source: Path, folder: Path) -> None:
 
 
 def _copy(file: Path, to: Path) -> None:
-    # Makes no hard link: a program that overwrites the copy in place would change the source too. copy_file_range lets
-    # file systems share blocks, and network servers copy on their own.
+    # Does not use a hard link, because a program that overwrites the copy in place would then change the source too.
+    # copy_file_range lets a file system share the blocks, and a network server copy without sending the data.
     with file.open("rb") as source, to.open("xb") as target:
         try:
             while os.copy_file_range(source.fileno(), target.fileno(), 2**30):

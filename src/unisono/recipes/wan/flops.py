@@ -1,4 +1,4 @@
-"""Computes the floating-point operations of a Wan transformer by a formula; torch's counter misses custom kernels."""
+"""Computes a Wan transformer's floating-point operations from a formula, because torch's counter misses our kernels."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 
 def forward_flops(config: Mapping[str, Any], latent: Sequence[int], text_length: int) -> float:
-    """Operations of one forward pass of a batch; a multiply-add counts as two.
+    """Returns the number of operations in one forward pass of a batch; a multiply-add counts as two.
 
-    `config` is the transformer's, `latent` the shape [batch, channels, frames, height, width] of its input. Embeddings,
-    norms and the output layer, less than a hundredth of the total, are not counted.
+    `config` is the transformer's config, `latent` the shape [batch, channels, frames, height, width] of its input.
+    Embeddings, norms and the output layer, less than 1 % of the total, are not counted.
     """
     batch, _, *sizes = latent
     tokens = prod(size // patch for size, patch in zip(sizes, config["patch_size"], strict=True))
@@ -23,5 +23,8 @@ def forward_flops(config: Mapping[str, Any], latent: Sequence[int], text_length:
 
 
 def training_flops(forward: float, *, lora: bool) -> float:
-    """Operations of forward and backward. A LoRA needs no gradients of the base weights, which are a third."""
+    """Returns the number of operations in a forward and a backward pass.
+
+    A LoRA saves a third of them, because the base weights need no gradients.
+    """
     return (2.0 if lora else 3.0) * forward

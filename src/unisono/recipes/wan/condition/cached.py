@@ -50,7 +50,7 @@ class ConditionCache:
         latent_keys: Sequence[str],
         bad: BadFiles,
     ) -> None:
-        """`vae` is the VAE's fingerprint. Whenever the key of a sample's latent changes, so does its condition's key."""
+        """`vae` is the VAE's fingerprint. A sample's condition gets a new key whenever the sample's latent does."""
         self._sources, self._settings, self._geometry, self._bad = sources, settings, geometry, bad
         self._given = GivenFrames(settings.kind, crop, geometry)
         self._channels = Packs(folder / "conditions", self._is_condition)

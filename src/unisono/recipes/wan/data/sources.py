@@ -207,7 +207,7 @@ def _side_by_side(tree: Tree) -> _Samples:
 
 
 def _beside_samples(media: Mapping[str, Sequence[str]]) -> list[str]:
-    """Returns the images and videos whose names mark them as a mask or a given frame of a sample, not as a sample."""
+    """Returns the images and videos whose names show that they are masks of samples rather than samples."""
     return [
         stem + suffix
         for stem in media

@@ -1,1 +1,1 @@
-"""Wan's transformers, VAE and text encoder, loaded from every published format and written for diffusers."""
+"""Wan's transformers, VAE and text encoder: loads them from all published formats, and saves LoRAs."""

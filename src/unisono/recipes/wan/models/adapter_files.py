@@ -1,8 +1,9 @@
 """Reads and writes DoRA and LoKr files with the weight names of diffusers, peft, ComfyUI, kohya and LyCORIS.
 
-Each program names the same weights in its own way: a layer by diffusers' or the Wan repository's name, with dots or
-with underscores behind `lora_unet_` or `lycoris_`, and a magnitude as `lora_magnitude_vector` or `dora_scale`. Here
-weights have one form, with alpha / rank multiplied in: lora_A.weight, lora_B.weight, lora_magnitude_vector, lokr_w1, ….
+Each program names the same weights in its own way. A layer has diffusers' or the Wan repository's name, either with
+dots, or with underscores after the prefix `lora_unet_` or `lycoris_`. A magnitude is called `lora_magnitude_vector` or
+`dora_scale`. This module converts all of them to the names lora_A.weight, lora_B.weight, lora_magnitude_vector,
+lokr_w1, …, and multiplies the scale alpha / rank into the weights.
 """
 
 from __future__ import annotations
@@ -33,20 +34,20 @@ _ONLY = "only LoRA, DoRA and LoKr of linear layers can be continued"
 
 
 def is_special(names: Collection[str]) -> bool:
-    """Whether a file with these names is a DoRA or a LoKr, not a plain LoRA."""
+    """Whether a file with these weight names is a DoRA or a LoKr, not a plain LoRA."""
     return any(".lokr_" in name or name.endswith(".dora_scale") or MAGNITUDE in name for name in names)
 
 
 def read_special(
     raw: Mapping[str, Tensor], transformer: nn.Module, part: str, file: Path
 ) -> tuple[Kind, dict[str, Tensor]]:
-    """The kind of the adapter in a file, and its weights by the transformer's layers, with the scale multiplied in."""
+    """Returns the kind of the adapter in a file, and its weights by the transformer's names, scale multiplied in."""
     layers = _layers_by_name(transformer)
     by_layer: dict[str, dict[str, Tensor]] = {}
     prefixes = (f"{part}.",) if any(name.startswith(f"{part}.") for name in raw) else ("transformer.",)
     for name, tensor in raw.items():
         plain = next((name.removeprefix(prefix) for prefix in (*prefixes, *_PREFIXES) if name.startswith(prefix)), name)
-        if plain.startswith("transformer_2."):  # a layer of the other expert
+        if plain.startswith("transformer_2."):  # belongs to the other expert
             continue
         suffix = next((suffix for suffix in _SUFFIXES if plain.endswith(suffix)), None)
         layer = layers.get(plain.removesuffix(suffix)) if suffix else None
@@ -76,7 +77,7 @@ def _layers_by_name(transformer: nn.Module) -> dict[str, str]:
 
 
 def _check(linear: Any, layer: str, parts: Mapping[str, Tensor], file: Path) -> Kind:
-    """The kind of a layer's adapter; raises ConfigError if its weights are incomplete or have the wrong sizes."""
+    """Returns the kind of a layer's adapter; raises ConfigError if weights are missing or have the wrong shape."""
     names, shape = parts.keys() - {"alpha"}, (linear.out_features, linear.in_features)
     kind: Kind = "lokr" if any(name in LOKR_PARTS for name in names) else "dora" if MAGNITUDE in names else "lora"
     if kind == "lokr":
@@ -106,7 +107,7 @@ def _check(linear: Any, layer: str, parts: Mapping[str, Tensor], file: Path) -> 
 
 
 def _product(parts: Mapping[str, Tensor], half: str) -> tuple[int, int] | None:
-    """The shape of w1 or w2; None if it is not a matrix."""
+    """Returns the shape of w1 or w2; None if it is not a matrix."""
     tensors = [parts[half]] if half in parts else [parts[f"{half}_a"], parts[f"{half}_b"]]
     if any(tensor.ndim != 2 for tensor in tensors) or (len(tensors) > 1 and tensors[0].shape[1] != len(tensors[1])):
         return None
@@ -114,7 +115,7 @@ def _product(parts: Mapping[str, Tensor], half: str) -> tuple[int, int] | None:
 
 
 def _with_scale(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of a layer without alpha: alpha / rank is multiplied into B, or into w1."""
+    """Returns a layer's weights without alpha, after multiplying alpha / rank into B (LoRA, DoRA) or w1 (LoKr)."""
     tensors = {name: tensor for name, tensor in parts.items() if name != "alpha"}
     rank = rank_of(tensors)
     scale = float(parts["alpha"]) / rank if "alpha" in parts and rank else 1.0
@@ -126,13 +127,13 @@ def _with_scale(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def rank_of(parts: Mapping[str, Tensor]) -> int:
-    """The rank of a layer's adapter; 0 for a LoKr of two whole matrices, whose alpha has no meaning."""
+    """Returns the rank of a layer's adapter; 0 for a LoKr of two whole matrices, whose alpha has no meaning."""
     ranks = [len(parts[name]) for name in ("lora_A.weight", "lokr_w2_b", "lokr_w1_b") if name in parts]
     return ranks[0] if ranks else 0
 
 
 def special_state(layer: Any) -> dict[str, Tensor]:
-    """The weights of a layer's DoRA or LoKr on the CPU, with the scale multiplied in."""
+    """Returns a layer's LoKr weights with the scale multiplied in, or its DoRA magnitude, on the CPU."""
     if kind_of(layer) == "lokr":
         parts = {part: values[ADAPTER] for part in LOKR_PARTS if ADAPTER in (values := getattr(layer, part))}
         into = "lokr_w1" if "lokr_w1" in parts else "lokr_w1_a"
@@ -143,7 +144,7 @@ def special_state(layer: Any) -> dict[str, Tensor]:
 
 
 def put(layer: Any, parts: Mapping[str, Tensor]) -> None:
-    """Copies a file's weights into a layer's DoRA or LoKr; a LoKr may have a different factorisation from peft's."""
+    """Copies a file's LoKr weights or DoRA magnitude into a layer; a LoKr may have other factors than peft's."""
     if kind_of(layer) == "dora":
         getattr(layer, MAGNITUDE)[ADAPTER].weight = nn.Parameter(parts[MAGNITUDE].clone())
         return
@@ -157,7 +158,7 @@ def put(layer: Any, parts: Mapping[str, Tensor]) -> None:
 
 
 def comfy_names(layer: str, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A layer's weights by the names that ComfyUI reads; `alpha` equals the rank, because it is multiplied in."""
+    """Renames a layer's weights for ComfyUI; a LoKr gets an alpha equal to its rank, as its scale is multiplied in."""
     native = native_name(layer)
     if native is None:
         raise RuntimeError(f"{layer} has an adapter, but no name in the Wan repository")
@@ -170,9 +171,10 @@ def comfy_names(layer: str, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def write_peft_lokr(folder: Path, state: Mapping[str, Tensor]) -> list[str]:
-    """Writes a LoKr as peft's adapter folder; returns the call that loads it, or nothing if peft cannot.
+    """Writes a LoKr as a peft adapter folder; returns the call that loads it, or nothing if peft cannot load it.
 
-    diffusers does not load LoKrs for Wan. peft derives the sizes of w1 and w2 from its configuration.
+    diffusers does not load LoKrs for Wan. peft can load only those whose w1 and w2 have the sizes that peft derives
+    from its configuration.
     """
     from safetensors.torch import save_file
 
@@ -194,7 +196,7 @@ def write_peft_lokr(folder: Path, state: Mapping[str, Tensor]) -> list[str]:
 
 
 def _is_pefts(parts: Mapping[str, Tensor], rank: int, factor: int) -> bool:
-    """Whether peft would give a layer weights of these sizes."""
+    """Whether peft would choose these sizes for a layer's w1 and w2."""
     from peft.tuners.lokr.layer import factorization
 
     small, large = _product(parts, "lokr_w1"), _product(parts, "lokr_w2")

@@ -1,9 +1,10 @@
-"""DoRA and LoKr on a Wan transformer: peft's layers and weights, two of whose computations are replaced.
+"""DoRA and LoKr on a Wan transformer: uses peft's layers and weights, but replaces two of peft's computations.
 
-DoRA scales each row of weight + LoRA to a trained magnitude, initially the row's own norm. LoKr adds a Kronecker
-product: kron(w1, w2), where w2 may be a product of two matrices of the adapter's rank. peft's DoRA cannot read
-quantized weights, and multiplies by an identity matrix to get B A. peft's LoKr draws a random number in each forward
-pass, even without dropout, and could therefore skip a layer on one rank.
+DoRA scales each row of weight + B A to a trained magnitude, initially the norm of the weight's row. LoKr adds a
+Kronecker product kron(w1, w2) to the weight, where w2 may be a product of two matrices of the adapter's rank. The two
+computations are replaced because peft's DoRA cannot read quantized weights and multiplies by an identity matrix to get
+B A, and because peft's LoKr draws a random number in each forward pass, even without dropout, and could therefore skip
+a layer on one rank.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from unisono.recipes.wan.models.weight_names import MAGNITUDE, plain_name
 from unisono.recipes.wan.settings import Kind
 
 ADAPTER = "default"
-"""The name that peft gives to the adapter of a transformer that has only one."""
+"""peft's name for a transformer's only adapter."""
 LOKR_PARTS = ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b")
 _ZERO_AT_FIRST = ("lokr_w2", "lokr_w2_b")  # as LyCORIS initialises them
 
 
 def config_for(kind: Kind, rank: int, alpha: float, layers: Sequence[str], lokr_factor: int = -1) -> Any:
-    """peft's configuration of an adapter."""
+    """Returns peft's configuration of an adapter."""
     from peft import LoKrConfig, LoraConfig
 
     if kind == "lokr":
@@ -41,7 +42,7 @@ def config_for(kind: Kind, rank: int, alpha: float, layers: Sequence[str], lokr_
 
 
 def adapter_layers(transformer: nn.Module, adapter: str = ADAPTER) -> dict[str, Any]:
-    """The layers with an adapter of this name, keyed by their names without the prefixes of wrappers."""
+    """Returns the layers with an adapter of this name, keyed by the layer's name without prefixes from wrappers."""
     from peft.tuners.lokr import LoKrLayer
     from peft.tuners.lora import LoraLayer
 
@@ -51,9 +52,9 @@ def adapter_layers(transformer: nn.Module, adapter: str = ADAPTER) -> dict[str, 
 
 
 def activate(model: nn.Module, adapters: Sequence[str]) -> None:
-    """Makes the forward pass use exactly these LoRAs; they keep their requires_grad, unlike with peft's functions.
+    """Makes the forward pass use exactly these LoRAs. Unlike peft's functions, does not change requires_grad.
 
-    A block that recomputes its activations in the backward pass uses the LoRAs that are active then.
+    A block that recomputes its activations uses the LoRAs that are active at the time of the backward pass.
     """
     from peft.tuners.lora import LoraLayer
 
@@ -63,14 +64,14 @@ def activate(model: nn.Module, adapters: Sequence[str]) -> None:
 
 
 def kind_of(layer: Any) -> Kind:
-    """The kind of a layer's adapter."""
+    """Returns the kind of a layer's adapter."""
     if hasattr(layer, "lokr_w1"):
         return "lokr"
     return "dora" if layer.lora_variant else "lora"
 
 
 def use_own_forward(layer: Any) -> None:
-    """Makes peft's DoRA or LoKr compute as described above; its weights keep their names."""
+    """Replaces the computation of a layer's DoRA or LoKr (see the module's docstring); the weights keep their names."""
     if kind_of(layer) == "lokr":
         plain: Any = type(layer)
         layer.__class__ = _exact_lokr(plain)
@@ -81,9 +82,9 @@ def use_own_forward(layer: Any) -> None:
 
 
 def draw(layer: Any, name: str, adapter: str = ADAPTER) -> None:
-    """Initialises an adapter so that it has no effect at first; the values depend on the layer's name.
+    """Initialises an adapter so that it has no effect at first; its random values depend on the layer's name.
 
-    A DoRA's magnitude stays on the device of its layer's weight; on the meta device, both are filled later.
+    A DoRA's magnitude stays on the device of the layer's weight; if that is the meta device, both are filled later.
     """
     seed = key_of(Purpose.WEIGHTS, torch.initial_seed(), crc32(name.encode()))
     if adapter != ADAPTER:
@@ -121,7 +122,7 @@ def _wide(tensor: Tensor) -> torch.dtype:
     return torch.float32 if tensor.dtype.itemsize < 4 else tensor.dtype
 
 
-@cache  # one class for all layers, because torch.compile guards on the class
+@cache  # one class for all layers, because torch.compile recompiles for each class
 def _exact_lokr(plain: Any) -> Any:
     def forward(self: Any, x: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
         result: Tensor = self.base_layer(x, *arguments, **keywords)
@@ -135,7 +136,7 @@ def _exact_lokr(plain: Any) -> Any:
 
 
 def lokr_delta(layer: Any) -> Tensor:
-    """kron(w1, w2) of a LoKr layer, without its scale."""
+    """Returns kron(w1, w2) of a LoKr layer, without the scale."""
     parts = {part: values[ADAPTER] for part in LOKR_PARTS if ADAPTER in (values := getattr(layer, part))}
     w1 = parts["lokr_w1"] if "lokr_w1" in parts else parts["lokr_w1_a"] @ parts["lokr_w1_b"]
     w2 = parts["lokr_w2"] if "lokr_w2" in parts else parts["lokr_w2_a"] @ parts["lokr_w2_b"]
@@ -158,7 +159,7 @@ def _exact_dora(plain: Any) -> Any:
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
             weight = _decoded(base_layer, _wide(self.weight))
             low_rank = lora_B.weight.to(weight.dtype) @ lora_A.weight.to(weight.dtype)
-            # Not weight.add(low_rank, alpha=scaling), which rounds differently when torch 2.13 compiles it.
+            # Avoids weight.add(low_rank, alpha=scaling), which rounds differently when torch 2.13 compiles it.
             norms = torch.linalg.norm(weight + scaling * low_rank, dim=1)
         factor = self.weight / norms
         assert base_result is not None  # peft passes None only with dropout

@@ -1,12 +1,12 @@
 """Divides the tokens of a Wan transformer between the ranks that share a sample (`parallel/context.py`).
 
-Every rank turns all patches into tokens and keeps its own tokens before the first block. After the last layer, the
-ranks gather the velocity. In between, only self-attention needs the tokens of other ranks: norms, feed-forward layers
-and the attention to the text treat each token separately. The hooks are on diffusers' modules, whose weights keep their
-names.
+Every rank turns all patches into tokens and, before the first block, keeps only its own tokens. After the last layer,
+the ranks gather the velocity. In between, only self-attention needs the tokens of other ranks: norms, feed-forward
+layers and cross-attention to the text treat each token separately. All of this happens in hooks on diffusers' modules,
+so the weights keep their names.
 
-The division is passed to the blocks together with the rotary angles, because a block that is recomputed in the backward
-pass gets the same arguments again.
+The division of the tokens is passed to the blocks together with the rotary angles, because a block that is recomputed
+in the backward pass gets the same arguments again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from unisono.recipes.wan.models.kernels.attention import attend
 
 
 class LocalAngles(NamedTuple):
-    """The rotary embedding of this rank's tokens, and the division of all tokens."""
+    """The rotary embedding of this rank's tokens, and how all tokens are divided between the ranks."""
 
     cosine: Tensor
     sine: Tensor
@@ -34,7 +34,7 @@ class LocalAngles(NamedTuple):
 def divide_tokens(transformer: Any, context: Context) -> None:
     """Makes a diffusers Wan transformer compute each sample together with the other ranks of `context`.
 
-    Inside `context.apart()` it computes whole samples as before.
+    Inside `context.apart()`, each rank still computes whole samples.
     """
     transformer.register_forward_pre_hook(_Timesteps(context), with_kwargs=True)
     transformer.rope.register_forward_hook(_Angles(context))
@@ -47,7 +47,7 @@ def divide_tokens(transformer: Any, context: Context) -> None:
 
 
 class _Timesteps:
-    """A pre-forward hook of the transformer: divides the tokens between the ranks, and splits timesteps per token."""
+    """Hook before the transformer: divides the tokens between the ranks, and splits per-token timesteps."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -92,7 +92,7 @@ class _Velocity:
 
 
 class DividedAttention(WanAttnProcessor):
-    """diffusers' self-attention, in which this rank's tokens attend to all tokens."""
+    """diffusers' self-attention, extended so that this rank's tokens attend to the tokens of all ranks."""
 
     def __call__(
         self,
@@ -102,7 +102,7 @@ class DividedAttention(WanAttnProcessor):
         attention_mask: Tensor | None = None,
         rotary_emb: Any = None,
     ) -> Tensor:
-        """The attention's output for this rank's tokens."""
+        """Computes the attention's output for this rank's tokens."""
         if not isinstance(rotary_emb, LocalAngles):
             return super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb)
         query, key = attn.norm_q(attn.to_q(hidden_states)), attn.norm_k(attn.to_k(hidden_states))
@@ -114,7 +114,7 @@ class DividedAttention(WanAttnProcessor):
 
 
 def attend_to_all(query: Tensor, key: Tensor, value: Tensor, backend: Any, tokens: Tokens | None) -> Any:
-    """Attention from this rank's tokens to all tokens with the run's kernel; `tokens` is None for undivided samples."""
+    """Lets this rank's tokens attend to all tokens, with the run's kernel; `tokens` is None for undivided samples."""
     if tokens is None:
         return attend(query, key, value, backend)
     return tokens.attention(query, key, value, attend=partial(attend, backend=backend))

@@ -1,4 +1,4 @@
-"""The frozen models that encode the data: VAE and text encoder, from a model's folder, or the built-in tiny models."""
+"""The frozen models that encode the data: a VAE and a text encoder, from a model's folder or built in (tiny)."""
 
 from __future__ import annotations
 
@@ -48,29 +48,29 @@ class Encoders(ABC):
 
     @abstractmethod
     def text_encoder(self) -> TextEncoder:
-        """Loads tokenizer and text encoder, on the CPU."""
+        """Loads the tokenizer and the text encoder, on the CPU."""
 
     @abstractmethod
     def fingerprints(self) -> tuple[str, str]:
-        """Hashes of the VAE and of the text encoder."""
+        """Returns hashes of the VAE and of the text encoder."""
 
     def image_encoder(self) -> ImageEncoder:
         """Loads the image encoder, on the CPU."""
         raise ConfigError("no image encoder; pass --parts_path FOLDER, an image-to-video model in diffusers' layout")
 
     def image_fingerprint(self) -> str:
-        """A hash of the image encoder."""
+        """Returns a hash of the image encoder."""
         raise ConfigError("no image encoder; pass --parts_path FOLDER, an image-to-video model in diffusers' layout")
 
     image_tokens: int = 0
-    """Tokens of a given frame's embedding; 0 for a model without an image encoder."""
+    """Number of tokens in the embedding of a given frame; 0 for a model without an image encoder."""
 
     def statistics(self) -> tuple[Tensor, Tensor]:
-        """Mean and standard deviation of the VAE's latents, each [C, 1, 1, 1]."""
+        """Returns the mean and the standard deviation of the VAE's latents, each [C, 1, 1, 1]."""
         return self.vae().statistics
 
     def scheduler(self, shift: float) -> Any:
-        """The scheduler for previews."""
+        """Returns the scheduler for previews."""
         return euler(shift)
 
 
@@ -116,7 +116,7 @@ class FolderEncoders(Encoders):
         return WanVae.load(self._part("vae"))
 
     def text_encoder(self) -> TextEncoder:
-        """Loads tokenizer and text encoder in `text_dtype`, on the CPU."""
+        """Loads the tokenizer and the text encoder in `text_dtype`, on the CPU."""
         return TextEncoder.load(self._part("tokenizer"), self._part("text_encoder"), self.text_dtype)
 
     def image_encoder(self) -> ImageEncoder:
@@ -126,21 +126,21 @@ class FolderEncoders(Encoders):
         return ImageEncoder.load(*self._image_parts)
 
     def image_fingerprint(self) -> str:
-        """A hash of the files of the image encoder and the image processor."""
+        """Hashes the files of the image encoder and the image processor."""
         return image_encoder.fingerprint(*self._image_parts) if self._image_parts else super().image_fingerprint()
 
     def fingerprints(self) -> tuple[str, str]:
-        """Hashes of the files of the VAE and of the text encoder."""
+        """Hashes the files of the VAE and those of the text encoder."""
         text = [self._part("tokenizer"), self._part("text_encoder")]
         return of_folders([self._part("vae")]), of_folders(text, str(self.text_dtype))
 
     def statistics(self) -> tuple[Tensor, Tensor]:
-        """Reads the statistics from the VAE's config, without its weights."""
+        """Reads the statistics from the VAE's config; does not load its weights."""
         config = read_json(self._part("vae") / "config.json", dict)
         return statistics({**config, "z_dim": self.geometry.channels})
 
     def scheduler(self, shift: float) -> Any:
-        """The scheduler of the model's folder, or an Euler scheduler if that is missing or broken."""
+        """Loads the scheduler from the model's folder; returns an Euler scheduler if it is missing or broken."""
         import diffusers
 
         folder = self._folder.part("scheduler")
@@ -194,12 +194,12 @@ class TinyEncoders(Encoders):
         return WanVae(self.parts().vae)
 
     def text_encoder(self) -> TextEncoder:
-        """The tiny text encoder, whose weights are random."""
+        """Returns the tiny text encoder, whose weights are random."""
         parts = self.parts()
         return TextEncoder(parts.tokenizer, parts.text_encoder)
 
     def fingerprints(self) -> tuple[str, str]:
-        """Hashes of the weights of the VAE and of the text encoder."""
+        """Hashes the weights of the VAE and those of the text encoder."""
         return self.vae().fingerprint(), self.text_encoder().fingerprint()
 
 
@@ -226,19 +226,19 @@ class NoEncoders(Encoders):
         )
 
     def statistics(self) -> tuple[Tensor, Tensor]:
-        """Raises ConfigError, because there is no VAE that has statistics."""
+        """Raises ConfigError, because the statistics belong to a VAE."""
         raise ConfigError(
             "latents raw: normalising them needs the VAE's statistics, but there is no VAE; pass --parts_path FOLDER, "
             "a Wan model in diffusers' layout"
         )
 
     def fingerprints(self) -> tuple[str, str]:
-        """Returns placeholders, because there are no models."""
+        """Returns placeholders, because there are no models to hash."""
         return "none", "none"
 
 
 def no_encoders(transformer: Mapping[str, Any], text_length: int) -> NoEncoders:
-    """Derives the geometry of the VAE from the transformer's number of channels, which identifies a published VAE."""
+    """Derives the VAE's geometry from the transformer's number of channels, which no two published VAEs share."""
     _, channels = channels_of(transformer)
     geometry = Geometry(channels, 4, 16 if channels == 48 else 8, int(transformer["patch_size"][1]))
     return NoEncoders(geometry, int(transformer["text_dim"]), text_length)

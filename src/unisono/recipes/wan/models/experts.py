@@ -1,4 +1,4 @@
-"""The trained model: one Wan transformer, or the two experts of Wan 2.2 A14B, each for a range of noise levels."""
+"""The trained model: one Wan transformer, or Wan 2.2 A14B's two experts, each for its own range of noise levels."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ HIGH, LOW = "transformer", "transformer_2"  # diffusers' names
 
 
 class Experts(nn.Module):
-    """Transformers by diffusers' names, and the noise level that divides them."""
+    """One or two transformers by diffusers' names, and the noise level that divides two experts."""
 
     def __init__(
         self, transformers: Mapping[str, nn.Module], boundary: float | None, *, shared_by_ranks: bool = True
     ) -> None:
-        """`shared_by_ranks`: whether other ranks may wait for a forward pass of each transformer."""
+        """`shared_by_ranks`: whether a forward pass may contain collectives, in which ranks wait for each other."""
         super().__init__()
         self._shared_by_ranks = shared_by_ranks
         for name, transformer in transformers.items():
@@ -38,7 +38,7 @@ class Experts(nn.Module):
         return next(iter(self.children())).config
 
     def at(self, sigma: float) -> nn.Module:
-        """The transformer for a noise level."""
+        """Returns the transformer for a noise level."""
         if not self.both:
             return next(iter(self.children()))
         assert self.boundary is not None
@@ -52,16 +52,16 @@ class Experts(nn.Module):
         times: Tensor | None = None,
         condition: Condition | None = None,
     ) -> Tensor:
-        """The velocity at [batch, ...] points of these noise levels.
+        """Predicts the velocity at the points [batch, ...], which have these noise levels.
 
-        `times` are timesteps per token (TI2V), `condition` holds the given frames of an image-to-video model.
+        `times` are per-token timesteps (TI2V); `condition` holds the given frames of an image-to-video model.
         """
         times = sigma * TIMESTEPS if times is None else times
         if not self.both:
             return velocity_of(next(iter(self.children())), noisy, times, text, condition)
         assert self.boundary is not None
-        # Each sample goes to its expert. An expert without samples computes one and discards the result, because under
-        # FSDP all ranks must run the same collectives.
+        # Each sample goes to its expert. An expert that gets no samples computes one anyway and discards the result,
+        # because under FSDP all ranks must run the same collectives.
         high = sigma >= self.boundary
         velocity = torch.zeros_like(noisy)
         for name, mine in ((HIGH, high), (LOW, ~high)):
@@ -79,21 +79,21 @@ class Experts(nn.Module):
 def velocity_of(
     transformer: Any, noisy: Tensor, times: Tensor, text: Tensor, condition: Condition | None = None
 ) -> Tensor:
-    """The velocity that one transformer predicts."""
+    """Returns the velocity that one transformer predicts."""
     channels, keywords = (noisy, {}) if condition is None else condition.with_noisy(noisy)
     velocity: Tensor = transformer(channels, times, text, **keywords, return_dict=False)[0]
     return velocity
 
 
 def parts_to_train(available: Collection[str], expert: Literal["high", "low", "both"]) -> list[str]:
-    """The names of the transformers to train."""
+    """Returns the names of the transformers to train."""
     if LOW not in available:
         return [HIGH]
     return {"high": [HIGH], "low": [LOW], "both": [HIGH, LOW]}[expert]
 
 
 def levels_of(parts: list[str], boundary: float | None) -> tuple[float, float]:
-    """The range of noise levels to train: all of them, or those of the one expert that is trained."""
+    """Returns the range of noise levels to train: all of them, or those of the only expert that is trained."""
     if boundary is None or len(parts) == 2:
         return 0.0, 1.0
     return (boundary, 1.0) if parts == [HIGH] else (0.0, boundary)

@@ -1,8 +1,8 @@
 """The parts of Wan that stay in float32 under mixed precision.
 
-diffusers lists them for loading (`_keep_in_fp32_modules`). In training, mixed precision would undo that: autocast
-computes the time embedding's layers in 16 bit, and FSDP gathers weights in 16 bit. Norms and modulation cast to float32
-in their own code; only their weights must not be rounded.
+diffusers lists these parts and loads them in float32 (`_keep_in_fp32_modules`). In training, mixed precision would undo
+that: autocast computes the time embedding's layers in 16 bits, and FSDP gathers weights in 16 bits. Norms and
+modulation cast to float32 in their own code, so only their weights must be protected from rounding.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NAMES += ("norm_added_k", MAGNITUDE)
 
 
 def float32_weights(model: nn.Module) -> list[str]:
-    """The names of the weights that must stay in float32."""
+    """Returns the names of the weights that must stay in float32."""
     return [name for name, _ in model.named_parameters() if any(part in _NAMES for part in name.split("."))]
 
 
@@ -40,6 +40,6 @@ def _exact(plain: type[nn.Module]) -> type[nn.Module]:
 
 
 def compute_dtype(latent: Tensor) -> torch.dtype:
-    """The dtype that the transformer computes in: autocast's, or that of the latent."""
+    """Returns the dtype that the transformer computes in: autocast's dtype if enabled, otherwise the latent's dtype."""
     kind = latent.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else latent.dtype
