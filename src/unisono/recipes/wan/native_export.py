@@ -1,8 +1,8 @@
 """Writes whole Wan transformers in the Wan repository's layout ("native"), or as files for ComfyUI.
 
-Native is a folder with config.json and weights, or for two experts `high_noise_model` and `low_noise_model`. ComfyUI
-takes one file per transformer, for `models/diffusion_models`. Neither contains a VAE or a text encoder: the published
-ones are used with them. Weights are read and written one at a time.
+The native layout is a folder with config.json and the weights; for two experts, it has two such folders,
+`high_noise_model` and `low_noise_model`. ComfyUI takes one file per transformer in `models/diffusion_models`. Neither
+includes a VAE or a text encoder: the published VAE and text encoder are used. Weights are read and written one by one.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _TI2V_CHANNELS = 48
 
 
 def write_native(folder: Path, models: Mapping[str, nn.Module], source: WanFolder | None, text_length: int) -> str:
-    """Writes transformers by diffusers' names to an empty folder, in the Wan repository's layout.
+    """Writes `models`, keyed by diffusers' names, to an empty folder in the Wan repository's layout.
 
-    `source` is the model that training started from: an expert that was not trained is read from it.
+    `source` is the model that training started from; an expert that was not trained is read from it.
     """
     parts = _parts(models, source)
     for name, (config, tensors) in parts.items():
@@ -72,7 +72,7 @@ def _described(parts: Mapping[str, Any]) -> str:
 def _parts(
     models: Mapping[str, nn.Module], source: WanFolder | None
 ) -> dict[str, tuple[Mapping[str, Any], dict[str, ToWrite]]]:
-    """The configuration and the weights of each transformer, by diffusers' names of the transformers."""
+    """Returns the configuration and the weights of each transformer, keyed by diffusers' names for transformers."""
     parts: dict[str, tuple[Mapping[str, Any], dict[str, ToWrite]]] = {}
     for name in (HIGH, LOW):
         if name in models:
@@ -114,7 +114,7 @@ def _theirs(name: str) -> str:
 
 
 def _native_config(config: Mapping[str, Any], text_length: int) -> dict[str, Any]:
-    """The arguments of the Wan repository's WanModel."""
+    """Returns the arguments of the Wan repository's WanModel."""
     heads, width = int(config["num_attention_heads"]), int(config["attention_head_dim"])
     inputs, outputs = int(config["in_channels"]), int(config["out_channels"] or config["in_channels"])
     kind = "t2v"

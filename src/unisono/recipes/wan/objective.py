@@ -1,10 +1,10 @@
-"""The objective that Wan was trained with: a straight path from data to noise, and its velocity.
+"""The objective that Wan was trained with: predict the velocity of a straight path from data to noise.
 
     x_σ = (1 − σ) x₀ + σ ε          v = ε − x₀          timestep = 1000 σ, not rounded
 
-σ = 0 is data, σ = 1 is noise. Noise levels come from the quantile function of their density, applied to one uniform
-number per sample. An expert for a range of levels therefore samples inside that range (clamping would put most of its
-samples on the boundary), and an evaluation can use fixed quantiles instead of random ones.
+σ = 0 is data, σ = 1 is noise. Noise levels are drawn by inverse transform sampling: the quantile function of their
+density is applied to one uniform number per sample. An expert for a range of levels can therefore draw its levels from
+that range (clamping would put most of its samples on the boundary), and an evaluation can use fixed quantiles.
 """
 
 from __future__ import annotations
@@ -30,38 +30,38 @@ class NoiseLevels:
 
     kind: SigmaSampling = "logit_normal"
     mean: float = 0.0
-    """Mean of the logit, for logit_normal. Larger means more noise."""
+    """Mean of the logit, for logit_normal. Larger values give more noise."""
     std: float = 1.0
     mode_scale: float = 1.29
     """For mode (Esser et al. 2024, eq. 20): scale of the preference for medium levels; 0 is uniform."""
     shift: float = 1.0
-    """σ becomes shift·σ / (1 + (shift − 1)·σ): larger images need more noise to be hidden as well."""
+    """σ becomes shift·σ / (1 + (shift − 1)·σ): larger images need more noise to be hidden equally well."""
 
     def quantile(self, probability: Tensor) -> Tensor:
-        """The noise level below which a sample lies with this probability, in float64."""
+        """Returns the noise level below which a sample lies with this probability, in float64."""
         probability = probability.double()
         if self.kind == "logit_normal":
             sigma = torch.sigmoid(self.mean + self.std * torch.special.ndtri(probability))
         elif self.kind == "mode":
-            # The paper's u runs from noise to data; 1 − u makes it a quantile function.
+            # In the paper, u runs from noise to data; a quantile function needs 1 − u.
             sigma = probability - self.mode_scale * (torch.sin(math.pi / 2 * probability).square() - probability)
         else:
             sigma = probability
         return self.shift * sigma / (1 + (self.shift - 1) * sigma)
 
     def cdf(self, sigma: float) -> float:
-        """The probability that a sample lies below the level `sigma`."""
+        """Returns the probability that a sample's noise level is below `sigma`."""
         return _cdf(self, sigma)
 
     def within(self, probability: Tensor, low: float, high: float) -> Tensor:
-        """Like `quantile`, for the samples between the levels `low` and `high` only."""
+        """Like `quantile`, for the distribution restricted to levels between `low` and `high`."""
         if low <= 0 and high >= 1:
             return self.quantile(probability)
         first, last = self.cdf(low), self.cdf(high)
         return self.quantile(first + probability.double() * (last - first)).clamp(low, high)  # corrects rounding only
 
 
-@cache  # called in every step
+@cache  # called with the same arguments in every step
 def _cdf(levels: NoiseLevels, sigma: float) -> float:
     low, high = 0.0, 1.0
     for _ in range(_BISECTIONS):
@@ -74,7 +74,7 @@ def _cdf(levels: NoiseLevels, sigma: float) -> float:
 
 
 def shift_for(pixels: int) -> float:
-    """A shift that grows with the image's side (Esser et al. 2024, eq. 23)."""
+    """Returns a shift that is proportional to the image's side length (Esser et al. 2024, eq. 23)."""
     return max(1.0, _USUAL_SHIFT * math.sqrt(pixels / _USUAL_PIXELS))
 
 
@@ -85,12 +85,12 @@ def noised(data: Tensor, noise: Tensor, sigma: Tensor) -> Tensor:
 
 
 def velocity(data: Tensor, noise: Tensor) -> Tensor:
-    """The velocity from data to noise, which the model is trained to predict."""
+    """Returns the velocity from data to noise, which the model is trained to predict."""
     return noise - data
 
 
 def data_from(noisy: Tensor, velocity: Tensor, sigma: Tensor) -> Tensor:
-    """The data x₀ that a predicted velocity implies: x_σ − σ v."""
+    """Returns the data x₀ that a predicted velocity implies: x_σ − σ v."""
     return noisy - _as_column(sigma, noisy) * velocity
 
 

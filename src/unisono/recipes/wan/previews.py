@@ -1,4 +1,4 @@
-"""Functions for previews that both Wan recipes use."""
+"""Functions that both Wan recipes use to make previews."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 FPS = 16.0  # frames per second of Wan 2.1
 _MOST_BYTES = 2**20
-_SMALL = 128  # pixels
+_SMALL = 128  # side length in pixels below which previews are enlarged
 
 
 def prompts_in(value: str, setting: str) -> list[str]:
-    """The prompts in a setting: separated by |, or the lines of a text file."""
+    """Returns the prompts in a setting: separated by |, or the lines of a text file."""
     if not value:
         return []
     if not value.endswith(".txt"):
@@ -37,9 +37,9 @@ def prompts_in(value: str, setting: str) -> list[str]:
 
 
 def decoded_frames(vae: WanVae, latents: Tensor) -> list[Tensor]:
-    """Decodes latents [batch, C, f, h, w] on their device to frames uint8 [F, H, W, 3] of each sample, on the CPU.
+    """Decodes latents [batch, C, f, h, w] on their device; returns each sample's frames uint8 [F, H, W, 3] on the CPU.
 
-    The VAE moves back to the CPU afterwards, because training needs the memory of the device.
+    Moves the VAE back to the CPU afterwards, because training needs the device's memory.
     """
     vae.to(latents.device)
     frames = [from_unit(_decoded(vae, latent[None].float())[0]).cpu() for latent in latents]
@@ -50,7 +50,7 @@ def decoded_frames(vae: WanVae, latents: Tensor) -> list[Tensor]:
 def _decoded(vae: WanVae, latents: Tensor) -> Tensor:
     try:
         return vae.decode(latents)
-    except torch.OutOfMemoryError:  # weights and optimizer state fill the device, and a preview must not end the run
+    except torch.OutOfMemoryError:  # the training state may fill the device, and a preview must not end the run
         pass
     torch.cuda.empty_cache()
     vae.model.enable_tiling()
@@ -58,13 +58,13 @@ def _decoded(vae: WanVae, latents: Tensor) -> Tensor:
 
 
 def enlarged(frames: Tensor) -> Tensor:
-    """Scales up frames uint8 [F, H, W, 3] by a whole factor if they are too small to recognise."""
+    """Enlarges frames uint8 [F, H, W, 3] by an integer factor if they are too small to recognise."""
     factor = max(1, _SMALL // max(frames.shape[1:3]))
     return frames.repeat_interleave(factor, 1).repeat_interleave(factor, 2)
 
 
 def mp4(frames: Tensor, fps: float = FPS) -> bytes:
-    """Frames uint8 [F, H, W, 3] as the content of an MP4 file."""
+    """Encodes frames uint8 [F, H, W, 3] as the bytes of an MP4 file."""
     video = io.BytesIO()
     write_video(frames, video, fps)
     return video.getvalue()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from unisono.engine.recipe import Recipe
 
-if TYPE_CHECKING:  # `unisono train RECIPE --help` need not wait for torch
+if TYPE_CHECKING:  # keeps `unisono train RECIPE --help` from importing torch
     import torch
     from torch import Tensor, nn
 
@@ -23,10 +23,10 @@ class WanRecipe(Recipe):
     supports_context_parallel: ClassVar[bool] = True
     export_formats: ClassVar[Sequence[str]] = ("diffusers", "native", "comfyui")
     context_size: int = 1
-    """The setting context_parallel: the number of ranks that share each sample."""
+    """Value of the setting context_parallel: the number of ranks that share each sample."""
 
     def check_settings(self, settings: Settings) -> None:
-        """Stores the setting context_parallel, which the checks of the data need."""
+        """Stores the setting context_parallel, which the checks of the dataset need."""
         self.context_size = settings.parallel.context_parallel
 
     @cached_property
@@ -37,9 +37,9 @@ class WanRecipe(Recipe):
         return Kernel(self.config.attention)
 
     def optimised(self, transformer: Any) -> Any:
-        """The transformer with the run's attention kernel, fast blocks, and a time embedding in float32.
+        """Gives the transformer the run's attention kernel, fast blocks and a float32 time embedding; returns it.
 
-        With context_parallel, it computes each sample together with other ranks.
+        With context_parallel, the transformer then computes each sample together with other ranks.
         """
         from unisono.recipes.wan.models.float32_weights import keep_time_embedding_in_float32
         from unisono.recipes.wan.models.kernels.attention import use
@@ -51,7 +51,7 @@ class WanRecipe(Recipe):
         return self.divided(transformer)
 
     def divided(self, transformer: Any) -> Any:
-        """The transformer; with context_parallel, it computes each sample together with other ranks."""
+        """With context_parallel, makes the transformer compute each sample together with other ranks; returns it."""
         from unisono.recipes.wan.models.context import divide_tokens
 
         if self.context.size > 1:
@@ -66,7 +66,7 @@ class WanRecipe(Recipe):
         return transformer
 
     def compute_dtype(self, model: nn.Module, latents: Tensor) -> torch.dtype:
-        """The dtype that the model computes in; checks that the attention kernel supports it."""
+        """Returns the dtype that the model computes in; checks that the attention kernel supports it."""
         from unisono.recipes.wan.models.float32_weights import compute_dtype
 
         dtype = compute_dtype(latents)

@@ -13,11 +13,11 @@ from unisono.recipes.wan.models.experts import Experts, velocity_of
 from unisono.recipes.wan.objective import TIMESTEPS, data_from, noised
 
 Text = tuple[Tensor, Tensor]
-"""Embeddings of the captions, and of the empty caption, [batch, length, width] each."""
+"""Embeddings of the captions and of the empty caption, each [batch, length, width]."""
 
 
 def euler(shift: float) -> Any:
-    """A scheduler of plain Euler steps along the velocity."""
+    """Returns a scheduler that takes plain Euler steps along the velocity."""
     from diffusers import FlowMatchEulerDiscreteScheduler
 
     return FlowMatchEulerDiscreteScheduler(shift=shift)  # type: ignore[no-untyped-call]
@@ -41,10 +41,11 @@ def sample(
 ) -> Tensor:
     """Generates latents from the noise `latents`, using only the noise levels from `low` to `high`.
 
-    If `low` is above 0, returns the model's prediction of the data at the last level. If `high` is below 1, sampling
-    starts from the data `like`, if given, with noise added at the first level. Guidance 1 is the model's own velocity;
-    two experts may have separate guidance scales, the high-noise expert's first. `condition` holds the given frames of
-    an image-to-video model, which guidance does not change. `observe` is called in every step.
+    If `low` is above 0, returns the data that the model predicts at the last level. If `high` is below 1 and `like` is
+    given, sampling starts from the data `like` with noise added at the first level. With a guidance scale of 1, the
+    model's own velocity is used; two experts may have separate guidance scales, the high-noise expert's first.
+    `condition` holds the given frames of an image-to-video model; guidance does not drop them. `observe` is called in
+    every step.
     """
     scheduler.set_timesteps(steps, device=latents.device)
     times = [time for time in scheduler.timesteps if low <= float(time) / TIMESTEPS <= high]
@@ -88,5 +89,5 @@ def _guided(
 
 
 def _velocity(transformer: Any, latents: Tensor, times: Tensor, text: Tensor, condition: Condition | None) -> Tensor:
-    # The text has the dtype that the model computes in.
+    # The text's dtype is the dtype that the model computes in.
     return velocity_of(transformer, latents.to(text.dtype), times, text, condition).to(latents.dtype)

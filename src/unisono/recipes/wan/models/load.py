@@ -1,4 +1,4 @@
-"""Finds and builds a Wan transformer: from a diffusers folder, a hub id, a single file, or a size by name."""
+"""Finds and builds a Wan transformer, given a diffusers folder, a hub id, a single file, or the name of a size."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _size(heads: int, layers: int, ffn: int, channels: int) -> dict[str, Any]:
 def _with_given_frames(
     size: dict[str, Any], *, image_positions: int | None = None, embedding: bool = True
 ) -> dict[str, Any]:
-    """An image-to-video model of a size: input channels for mask and latent, and attention to image embeddings."""
+    """Returns a size's image-to-video config: input channels for mask and latent, and attention to image embeddings."""
     width = size["num_attention_heads"] * size["attention_head_dim"]
     image = {"image_dim": 1280, "added_kv_proj_dim": width, "pos_embed_seq_len": image_positions} if embedding else {}
     return {**size, "in_channels": 2 * size["out_channels"] + MASK_CHANNELS, **image}
@@ -51,16 +51,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "i2v-a14b": _with_given_frames(_size(40, 40, 13824, 16), embedding=False),
 }
 BOUNDARIES = {"a14b": 0.875, "i2v-a14b": 0.9}
-"""The σ at which the high-noise expert of a model with two experts hands over to the low-noise one."""
+"""The noise level σ at which a model with two experts switches from the high-noise to the low-noise expert."""
 BOUNDARY = BOUNDARIES["a14b"]
 
 
 def boundary_for(transformer: Mapping[str, Any]) -> float:
-    """The boundary for a model with two experts whose published files do not state it."""
+    """Returns the boundary between two experts, for models whose published files do not state it."""
     return BOUNDARIES["i2v-a14b" if has_condition_channels(transformer) else "a14b"]
 
 
-TEXT_LENGTH = 512  # tokens of text that every published model was trained with
+TEXT_LENGTH = 512  # number of text tokens that all published models were trained with
 _NUMBERS = (
     *("num_attention_heads", "attention_head_dim", "in_channels", "out_channels", "text_dim", "freq_dim", "ffn_dim"),
     *("num_layers", "rope_max_seq_len"),
@@ -69,7 +69,7 @@ _NUMBERS_OR_NONE = ("image_dim", "added_kv_proj_dim", "pos_embed_seq_len")
 EXPERT_FOLDERS = {
     "transformer": "high_noise_model",
     "transformer_2": "low_noise_model",
-}  # folder names of diffusers, and of the Wan repository
+}  # diffusers' folder name → the Wan repository's folder name
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _PARTS = ("transformer", "transformer_2", "vae", "text_encoder", "tokenizer", "scheduler", *FOLDERS)
 _HUB_PARTS = (*_PARTS, *EXPERT_FOLDERS.values())
@@ -78,7 +78,7 @@ _HUB_KINDS = ("*.json", "*.safetensors", "*.model", "*.txt")
 
 @dataclass(frozen=True)
 class WanFolder:
-    """A model on disk."""
+    """A Wan model on disk."""
 
     kind: str
     """Kind: pipeline (with model_index.json), transformer (diffusers' folder), native (Wan's own folder), or file."""
@@ -86,15 +86,15 @@ class WanFolder:
     transformers: Mapping[str, Path]
     """The paths of transformer (for A14B the high-noise expert) and transformer_2 (the low-noise expert)."""
     boundary_ratio: float | None = None
-    """The σ at which the high-noise expert hands over to the low-noise one; None for a single transformer."""
+    """The noise level σ at which sampling switches to the low-noise expert; None for a single transformer."""
     expand_timesteps: bool = False
     """Whether each token has its own timestep (TI2V)."""
     text_length: int = TEXT_LENGTH
     components: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    """The parts of a pipeline as model_index.json lists them, each with its library and class."""
+    """The pipeline's parts as listed in model_index.json, each with its library and class."""
 
     def part(self, name: str) -> Path | None:
-        """The folder of another part of the pipeline (vae, text_encoder, tokenizer, scheduler), or None."""
+        """Returns the folder of another pipeline part (vae, text_encoder, tokenizer, scheduler), or None."""
         folder = self.path / name
         return folder if name in self.components and folder.is_dir() else None
 
@@ -141,7 +141,7 @@ def _local(model_path: str | Path, setting: str) -> Path:
     patterns += [f"{part}/{kind}" for part in _HUB_PARTS for kind in _HUB_KINDS]
     try:
         return Path(snapshot_download(str(model_path), allow_patterns=patterns))
-    except Exception as error:  # networks fail in many ways, with exceptions of many libraries
+    except Exception as error:  # network failures raise exceptions from many libraries
         why = str(error).strip().split("\n")[0] or type(error).__name__
         raise ConfigError(
             f"{setting} {model_path}: no such folder, and the download from the hub failed ({why}); check the name and "
@@ -184,7 +184,7 @@ def _pipeline(path: Path, setting: str) -> WanFolder:
 
 
 def _described_by_weights(kind: str, path: Path, transformers: Mapping[str, Path]) -> WanFolder:
-    """Derives from the number of channels the properties that the Wan repository stores in code, not in files."""
+    """Describes a model by its number of channels, because the Wan repository states its properties only in code."""
     shapes = open_weights(next(iter(transformers.values()))).shapes()
     channels = (*shapes.get("patch_embedding.weight", ()), 0, 0)[1]
     boundary = BOUNDARIES["a14b" if channels == 16 else "i2v-a14b"] if len(transformers) > 1 else None
@@ -194,14 +194,14 @@ def _described_by_weights(kind: str, path: Path, transformers: Mapping[str, Path
 def _text_length(path: Path) -> int:
     config = path / "tokenizer" / "tokenizer_config.json"
     length = read_json(config, dict).get("model_max_length") if config.is_file() else None
-    # Tokenizers without a limit have 10^30.
+    # A tokenizer without a limit has a model_max_length of about 10^30.
     return length if type(length) is int and 0 < length < TEXT_LENGTH else TEXT_LENGTH
 
 
 def transformer_config(
     model_path: str | Path | WanFolder | None, model_config: str | None = None, part: str = "transformer"
 ) -> dict[str, Any]:
-    """The arguments of a WanTransformer3DModel, from model_config (a size, a JSON file) or from the model itself."""
+    """Returns the arguments of WanTransformer3DModel, from model_config (a size or a JSON file) or from the model."""
     if model_config is not None:
         return _named_config(model_config)
     if model_path is None:
@@ -237,7 +237,7 @@ def _named_config(model_config: str) -> dict[str, Any]:
 
 
 def checked_config(values: Mapping[str, Any], where: str, strict: bool = True) -> dict[str, Any]:
-    """Returns those of `values` that are arguments of the constructor, after checking them."""
+    """Checks `values`, and returns those that are arguments of WanTransformer3DModel's constructor."""
     from diffusers import WanTransformer3DModel
 
     arguments = inspect.signature(WanTransformer3DModel.__init__).parameters.keys() - {"self"}
@@ -278,7 +278,7 @@ def build_meta(config: Mapping[str, Any]) -> Any:
     """Creates a WanTransformer3DModel on the meta device, with its position tables on the CPU."""
     with torch.device("meta"):
         model = build(config)
-    # No file contains the position tables; only the constructor creates them.
+    # The position tables must be on the CPU: no file contains them, only the constructor creates them.
     with torch.device("cpu"):
         rope = model.rope
         model.rope = type(rope)(rope.attention_head_dim, rope.patch_size, rope.max_seq_len)

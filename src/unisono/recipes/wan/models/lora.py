@@ -1,7 +1,8 @@
-"""LoRA on a Wan transformer: small trained matrices next to frozen weights, in the files that pipelines load.
+"""LoRA on a Wan transformer: adds small trainable matrices to frozen weights, and reads and writes LoRA files.
 
-A LoRA adds scale · B A to a weight, with scale = alpha / rank. Files are written with the scale multiplied into B:
-ComfyUI and older versions of diffusers do not know where diffusers stores alpha, and would use another strength.
+A LoRA adds scale · B A to a weight, with scale = alpha / rank. In the files that we write, the scale is multiplied into
+B: ComfyUI and older versions of diffusers do not read alpha from where diffusers stores it, and would use a different
+scale.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ from unisono.recipes.wan.settings import Kind
 TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2")
 """Name endings of the layers that get a LoRA: all projections of both attentions, and the feed-forward layers."""
 IMAGE_TARGETS = ("add_k_proj", "add_v_proj")
-"""The same for the attention to image embeddings, in models that have it."""
+"""Name endings of the layers for attention to image embeddings, in models that have it."""
 FILE = "pytorch_lora_weights.safetensors"
-SECOND = "transformer_2"  # the folder beside FILE for the low-noise expert
+SECOND = "transformer_2"  # folder with the low-noise expert's FILE, next to the high-noise expert's FILE
 COMFY_FILE = {"transformer": "comfyui_lora.safetensors", SECOND: "comfyui_lora_low_noise.safetensors"}
-"""The same with ComfyUI's names; ComfyUI keeps the files of both experts in one folder."""
+"""The file names for ComfyUI, which expects the files of both experts in one folder."""
 SPECIAL_PARTS = (*LOKR_PARTS, MAGNITUDE)
 _MARKS = (".lora_", ".lokr_")
 _LARGEST_RANK = 2**14
@@ -65,11 +66,12 @@ def add_lora(
     lokr_factor: int = -1,
     adapter: str = ADAPTER,
 ) -> None:
-    """Adds a LoRA, initially without effect, to the layers whose names end like `targets`, and freezes all else.
+    """Adds a LoRA, initially without effect, to the layers whose names end in one of `targets`; freezes all else.
 
-    The LoRA's weights are real even where the model is on the meta device. They are random by layer name, so it does
-    not matter how the model was built. Without `initialise` they stay where they are. `kind` may be another adapter.
-    A transformer can have several plain LoRAs with different names (`adapter`); only the last one is then active.
+    The LoRA's weights are allocated and initialised even if the model is on the meta device (unless `initialise` is
+    False). Their random values depend only on the layers' names, not on how the model was built. `kind` selects LoRA,
+    DoRA or LoKr. A transformer can have several plain LoRAs with different names (`adapter`), of which only the last
+    one added is active.
     """
     if not 0 < rank <= _LARGEST_RANK:
         raise ConfigError(f"lora_rank: expected a whole number from 1 to {_LARGEST_RANK}, got {rank}")
@@ -78,7 +80,7 @@ def add_lora(
         raise ConfigError(f"lora_alpha: expected a number above 0, got {alpha}")
     layers = targeted(transformer, targets)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Already found a `peft_config`")  # a second LoRA is no mistake
+        warnings.filterwarnings("ignore", "Already found a `peft_config`")  # adding a second LoRA is intended
         transformer.add_adapter(config_for(kind, rank, alpha, layers, lokr_factor), adapter_name=adapter)
     for name, layer in adapter_layers(transformer, adapter).items():
         use_own_forward(layer)
@@ -87,7 +89,7 @@ def add_lora(
 
 
 def targeted(transformer: nn.Module, targets: Sequence[str]) -> list[str]:
-    """The full names of the layers whose names end in one of the targets."""
+    """Returns the full names of the layers whose names end in one of the targets."""
     linear = list(_linear_layers(transformer))
     layers: list[str] = []
     for target in targets:
@@ -103,7 +105,7 @@ def targeted(transformer: nn.Module, targets: Sequence[str]) -> list[str]:
 
 
 def _linear_layers(transformer: nn.Module) -> dict[str, nn.Linear]:
-    """The transformer's own linear layers by name, whether or not they have LoRAs."""
+    """Returns the transformer's own linear layers by name, whether or not they have LoRAs."""
     modules = transformer.named_modules()
     return {
         f"{name}.".replace(".base_layer.", ".")[:-1]: module
@@ -113,7 +115,7 @@ def _linear_layers(transformer: nn.Module) -> dict[str, nn.Linear]:
 
 
 def lora_state(transformer: nn.Module, adapter: str = ADAPTER) -> dict[str, Tensor]:
-    """The adapter's weights on the CPU, by the names in files, with the scale multiplied in."""
+    """Returns the adapter's weights on the CPU, by their names in files, with the scale multiplied in."""
     state = {}
     for name, layer in adapter_layers(transformer, adapter).items():
         if kind_of(layer) != "lokr":
@@ -131,9 +133,9 @@ def save_lora(
     low: Mapping[str, Tensor] | None = None,
     file_format: str | None = None,
 ) -> str:
-    """Writes LoRAs for WanPipeline.load_lora_weights and for ComfyUI; returns a line on how to load them.
+    """Writes LoRAs for WanPipeline.load_lora_weights and for ComfyUI; returns a line that says how to load them.
 
-    `high` is for `transformer` (the only one, or the high-noise expert), `low` for `transformer_2`. `file_format` is
+    `high` belongs to `transformer` (the only one, or the high-noise expert), `low` to `transformer_2`. `file_format` is
     diffusers or comfyui; None writes both.
     """
     if file_format == "native":
@@ -153,7 +155,7 @@ def save_lora(
         if file_format != "comfyui" and any(".lokr_" in name for name in state):
             how += write_peft_lokr(place, state)
         elif file_format != "comfyui":
-            # One file per transformer; both call theirs "transformer", as load_into_transformer_2 expects.
+            # One file per transformer. load_into_transformer_2 expects the prefix "transformer" in both files.
             WanPipeline.save_lora_weights(str(place), transformer_lora_layers=dict(state))
             into = ", load_into_transformer_2=True" if part == SECOND else ""
             how.append(f"pipeline.load_lora_weights({str(place)!r}{into})")
@@ -178,20 +180,20 @@ def _for_comfy(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class LoraFile:
-    """A LoRA that fits a transformer."""
+    """A LoRA file's content, checked to fit a transformer."""
 
     state: Mapping[str, Tensor]
     """The weights, keyed by the transformer's layer names, with the scale multiplied into B."""
     layers: Sequence[str]
     rank: int
-    """The largest rank of a layer."""
+    """The largest rank among the layers."""
     kind: Kind = "lora"
 
 
 def open_lora(transformer: nn.Module, path: Path, rank: int = 0, part: str = "transformer") -> LoraFile:
-    """Reads the LoRA in a file, or in a folder of `save_lora`; raises ConfigError when it does not fit the transformer.
+    """Reads a LoRA from a file or from a folder that `save_lora` wrote; raises ConfigError if it does not fit.
 
-    Reads files of diffusers, ComfyUI and musubi. `rank` is the setting lora_rank, or 0.
+    Supports files from diffusers, ComfyUI and musubi. `rank` is the setting lora_rank, or 0.
     """
     file = _file(path, part)
     raw, metadata = _raw(file)
@@ -242,13 +244,13 @@ def _special_file(file: Path, kind: Kind, state: Mapping[str, Tensor], rank: int
 def load_lora(
     transformer: Any, path: Path, alpha: float | None = None, part: str = "transformer", adapter: str = ADAPTER
 ) -> None:
-    """Adds the LoRA in a file (see `open_lora`) to continue training it, with its own rank.
+    """Adds the LoRA in a file (see `open_lora`), with the file's rank, to continue training it.
 
-    `alpha` (the rank unless given) changes how fast the LoRA learns from now on, not its output.
+    `alpha` (default: the rank) changes how fast the LoRA learns from now on, not its output.
     """
     lora = open_lora(transformer, path, part=part)
     state = lora.state
-    # Layers of smaller rank are extended to the full rank; the added directions have no initial effect.
+    # Layers of smaller rank are extended to the largest rank; the added rows and columns have no initial effect.
     add_lora(transformer, lora.rank, alpha, lora.layers, kind=lora.kind, adapter=adapter)
     with torch.no_grad():
         for name, layer in adapter_layers(transformer, adapter).items():
@@ -282,7 +284,7 @@ def _raw(file: Path) -> tuple[dict[str, Tensor], str]:
 
 
 def _read(file: Path, part: str, raw: Mapping[str, Tensor], metadata: str) -> dict[str, Tensor]:
-    """The LoRA's weights by the names of the transformer's layers, with the scale multiplied into B."""
+    """Returns the LoRA's weights by the names of the transformer's layers, with the scale multiplied into B."""
     from diffusers import WanPipeline
 
     names = {name.removeprefix("base_model.model."): name for name in raw}
@@ -290,10 +292,10 @@ def _read(file: Path, part: str, raw: Mapping[str, Tensor], metadata: str) -> di
         names = {f"transformer.{name}": theirs for name, theirs in names.items()}
     try:
         state = WanPipeline.lora_state_dict({name: raw[theirs] for name, theirs in names.items()})
-    except Exception as error:  # diffusers' converters raise many kinds of exceptions for unknown files
+    except Exception as error:  # diffusers' converters raise many kinds of exceptions for unknown formats
         why = " ".join(str(error).split())[:200] or type(error).__name__
         raise ConfigError(f"{file} is not a LoRA of a Wan transformer ({why})") from None
-    # A file may contain both experts under their names, or one expert under the name of the first.
+    # A file may contain both experts under their own names, or a single one (of either kind) as "transformer".
     prefix = f"{part}." if any(name.startswith(f"{part}.") for name in state) else "transformer."
     scale = _scale(metadata, prefix, file)
     mine = {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
@@ -301,7 +303,7 @@ def _read(file: Path, part: str, raw: Mapping[str, Tensor], metadata: str) -> di
 
 
 def _scale(metadata: str, prefix: str, file: Path) -> float:
-    """The scale in diffusers' metadata. Uses only its numbers: other entries can name code to import."""
+    """Returns the scale in diffusers' metadata. Uses only numbers, because other entries can name code to import."""
     try:
         values = {name.removeprefix(prefix): value for name, value in json.loads(metadata).items()}
     except (ValueError, AttributeError, RecursionError):

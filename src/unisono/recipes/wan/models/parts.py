@@ -1,4 +1,4 @@
-"""The parts of a Wan model in diffusers' layout: its VAE, text encoder and tokenizer, each in a folder of its name."""
+"""Loads the parts of a Wan model in diffusers' layout: VAE, text encoder and tokenizer, each in its own folder."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _OWN_ATTENTION = ("eager", "sdpa")
 
 
 def load_part(kind: Any, folder: Path, **options: Any) -> Any:
-    """Loads a part of a model from its folder by its class of diffusers or transformers, with all its weights."""
+    """Loads a part of a model from its folder; `kind` is its class in diffusers or transformers."""
     _reject_code(folder)
     with loading(folder), _quietly():
-        # Never loads .bin files: these are pickles, which can execute arbitrary code.
+        # Never loads .bin files, which are pickles and can execute arbitrary code.
         model, loading_info = kind.from_pretrained(folder, use_safetensors=True, output_loading_info=True, **options)
     if missing := sorted(loading_info["missing_keys"]):  # diffusers and transformers would use random weights instead
         raise ConfigError(
@@ -28,7 +28,7 @@ def load_part(kind: Any, folder: Path, **options: Any) -> Any:
 
 
 def _reject_code(folder: Path) -> None:
-    """Raises ConfigError if a file would make the libraries download and run code, or load other models."""
+    """Raises ConfigError if a file would make diffusers or transformers run downloaded code, or load other models."""
     from unisono.recipes.common.model_files import read_json
 
     if (adapter := folder / "adapter_config.json").exists():
@@ -57,14 +57,14 @@ def loading(folder: Path) -> Iterator[None]:
     """Turns any exception that a library raises while it loads a folder into a one-line ConfigError."""
     try:
         yield
-    except Exception as error:  # both libraries raise many kinds of exceptions for bad files
+    except Exception as error:  # diffusers and transformers raise many kinds of exceptions for bad files
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise ConfigError(f"{folder} cannot be loaded ({reason}); use a complete copy of the model") from None
 
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Silences progress bars and warnings, or every rank would print its own."""
+    """Silences progress bars and warnings, because every rank would print its own."""
     from diffusers.utils import logging as of_diffusers
     from transformers.utils import logging as of_transformers
 

@@ -1,8 +1,8 @@
-"""Weights that files store in fp8 with scales: ComfyUI's and musubi-tuner's "scaled fp8".
+"""Reads weights that are stored in fp8 with scales: the "scaled fp8" of ComfyUI and musubi-tuner.
 
-The weight is its fp8 numbers times all of its scales, each for the whole weight, for a row, or for a block of a row:
+The weight is the fp8 tensor times its scales. A scale applies to the whole weight, to a row, or to a block of a row:
 
-| tensor beside `X.weight` | what it is | written by |
+| tensor next to `X.weight` | what it is | written by |
 |---|---|---|
 | `X.scale_weight` | scale: one number, [rows, 1], or [rows, blocks, 1] | ComfyUI, musubi-tuner |
 | `X.scale_weight_tensor` | a second scale, one number | musubi-tuner, with blocks |
@@ -26,13 +26,13 @@ from unisono.plain_files import parse_json
 
 _SCALES = (".scale_weight", ".scale_weight_tensor", ".weight_scale")
 _UNUSED = (".scale_input", ".input_scale", ".comfy_quant", "scaled_fp8")
-_UNKNOWN = (".weight_scale_2", ".pre_quant_scale")  # suffixes of scales in 4-bit formats and the like
+_UNKNOWN = (".weight_scale_2", ".pre_quant_scale")  # suffixes of scales in unsupported formats, such as 4-bit formats
 _FORMATS = ("float8_e4m3fn", "float8_e5m2")
-_LONGEST = 4096  # bytes of a layer's JSON
+_LONGEST = 4096  # maximum size in bytes of a layer's JSON
 
 
 def split_names(names: Collection[str], label: str) -> tuple[list[str], dict[str, list[str]]]:
-    """The names of a file's weights, and the names of the scales of each scaled weight; `label` names the file."""
+    """Returns the names of a file's weights, and the names of each scaled weight's scales; `label` names the file."""
     weights, scales = [], dict[str, list[str]]()
     for name in names:
         if name.endswith(_UNKNOWN):
@@ -49,7 +49,7 @@ def split_names(names: Collection[str], label: str) -> tuple[list[str], dict[str
 
 
 def check_formats(file: TensorFile, label: str) -> None:
-    """Raises ConfigError if a file says that a layer has another format than fp8."""
+    """Raises ConfigError if the file declares a format other than fp8 for a layer."""
     layers = {}
     for name, entry in file.entries.items():
         if name.endswith(".comfy_quant"):
@@ -77,7 +77,7 @@ def _unreadable(label: str, why: str) -> ConfigError:
 
 
 def num_per_row(weight: Sequence[int], scale: Sequence[int], where: str) -> int:
-    """The number of scales per row of a weight with these shapes; 0 if there is one for the whole weight."""
+    """Returns the number of scales per row of a weight, from both shapes; 0 if one scale is for the whole weight."""
     if math.prod(scale) == 1:
         return 0
     per_row = math.prod(scale[1:])
@@ -91,7 +91,7 @@ def num_per_row(weight: Sequence[int], scale: Sequence[int], where: str) -> int:
 
 
 def scaled(values: Tensor, scale: Tensor, per_row: int) -> Tensor:
-    """Rows of a weight times their scales, in float32."""
+    """Multiplies rows of a weight by their scales, in float32."""
     wide, factors = values.float(), scale.float()
     if not per_row:
         return wide * factors.reshape(())

@@ -1,9 +1,9 @@
 """Encodes captions into the text embeddings that a Wan transformer attends to.
 
-The text encoder (UMT5) returns one row per token. Only the rows of the caption are stored. Before the transformer, they
-are padded with zeros to its text length (512 for the published models); there is no mask, so the transformer attends to
-the zeros too. The result is bitwise equal to that of `diffusers.WanPipeline.encode_prompt`, so training and inference
-use the same embeddings.
+The text encoder (UMT5) returns one row per token. Only the caption's rows are stored. They are padded with zeros to the
+transformer's text length (512 for the published models) when the transformer needs them. There is no attention mask, so
+the transformer attends to the zeros too. The result is bitwise equal to that of `diffusers.WanPipeline.encode_prompt`,
+so training and inference use the same embeddings.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def clean(caption: str) -> str:
     except ImportError:
         # Without ftfy, diffusers silently skips this step and computes other embeddings.
         raise ConfigError("cleaning captions needs ftfy, which is not installed; run: pip install ftfy") from None
-    # Unescapes twice, because text from the web is often escaped twice.
+    # Unescapes twice, as diffusers does, because text from the web is often escaped twice.
     repaired = html.unescape(html.unescape(ftfy.fix_text(caption)))
     return re.sub(r"\s+", " ", repaired.strip()).strip()
 
@@ -71,12 +71,12 @@ class TextEncoder:
 
     @torch.no_grad()
     def encode(self, captions: Sequence[str], max_length: int) -> list[Tensor]:
-        """The embedding of each caption, [n, width]: one row per token, at most `max_length`."""
+        """Encodes each caption as an embedding [n, width]: one row per token, at most `max_length`."""
         return [self._encode(clean(caption), max_length) for caption in captions]
 
     def _encode(self, text: str, max_length: int) -> Tensor:
-        # Encodes captions one by one, padded to the full length. Both affect rounding: an embedding must not depend on
-        # other captions, and must equal that of the pipeline.
+        # Encodes captions one by one and padded to the full length, because both affect rounding: an embedding must not
+        # depend on the other captions, and must equal the pipeline's embedding.
         tokens = self.tokenizer(
             [text],
             padding="max_length",
@@ -103,7 +103,7 @@ def pad(rows: Tensor, length: int) -> Tensor:
 
 
 def check_width(text_config: Mapping[str, Any], transformer_config: Mapping[str, Any]) -> None:
-    """Raises ConfigError if a transformer does not accept the embeddings of a text encoder."""
+    """Raises ConfigError if the transformer does not accept the text encoder's embeddings."""
     outputs, inputs = count_in(text_config, "d_model", "text encoder"), int(transformer_config.get("text_dim") or 4096)
     if outputs != inputs:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Kinds of Wan models that cannot be trained, recognised by their weights, classes and channels.
+"""Recognises Wan models that cannot be trained, by their weights, classes and channels.
 
 All of them have inputs besides text and given frames: a control video, a voice, a pose. Training without these inputs
 would make the models forget how to use them.
@@ -36,7 +36,7 @@ TRAINABLE = (
 
 
 def refuse_weights(names: Iterable[str], where: str) -> None:
-    """Raises ConfigError for weights of an unsupported kind of model; `where` is their file."""
+    """Raises ConfigError for weights of an unsupported kind of model; `where` names their file."""
     for name in names:
         for kind, beginnings in _BY_WEIGHT.items():
             if name.startswith(beginnings):
@@ -44,7 +44,7 @@ def refuse_weights(names: Iterable[str], where: str) -> None:
 
 
 def refuse_class(name: str, where: str) -> None:
-    """Raises ConfigError for an unsupported class of transformer or pipeline; `where` is its folder."""
+    """Raises ConfigError for an unsupported class of transformer or pipeline; `where` names its folder."""
     for kind, words in _BY_CLASS.items():
         if any(word in name.lower() for word in words):
             raise ConfigError(f"{where} is {kind} ({name}) and cannot be trained; only {TRAINABLE}")

@@ -1,8 +1,8 @@
-"""Encodes frames into latents and decodes them again.
+"""Encodes frames into latents, and decodes latents into frames.
 
-A latent is the mean of the VAE's posterior, normalised per channel with the statistics in the VAE's own config. Samples
-go through the VAE one by one: a batch would round differently, and a latent must not depend on the other samples of its
-batch, or two ranks would not produce the same cache as one.
+A latent is the mean of the VAE's posterior, normalised per channel with the statistics in the VAE's config. The VAE
+encodes samples one by one: a batch would round differently, and a latent must not depend on the other samples in its
+batch, or two ranks would not produce the same cache as one rank.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ class Geometry:
 
     channels: int
     temporal_factor: int
-    """Frames per latent frame; the first frame has a latent frame of its own."""
+    """Frames per latent frame; the exception is the first frame, which has a latent frame of its own."""
     spatial_factor: int
-    """Pixels along a side per latent position."""
+    """Side length, in pixels, of a latent position."""
     patch: int = 2
-    """Latent positions along a side per token."""
+    """Side length, in latent positions, of a token."""
 
     @classmethod
     def of(cls, config: Mapping[str, Any], patch: int = 2) -> Geometry:
-        """The geometry of a VAE, from its config."""
+        """Derives the geometry from a VAE's config."""
         for name in ("temperal_downsample", "dim_mult"):
             if not isinstance(config.get(name, ()), list | tuple):
                 raise ConfigError(f"the config of the VAE has {name} {shown(config[name])}; expected a list")
-        # Derived from the VAE's layers: the scale factors in the config are for pipelines, and no library checks them.
+        # Derives the factors from the VAE's layers, because no library checks the scale factors in the config.
         temporal = 2 ** sum(map(bool, config.get("temperal_downsample", (False, True, True))))
         spatial = 2 ** (len(config.get("dim_mult", (1, 2, 4, 4))) - 1) * count_in(config, "patch_size", "VAE", 1)
         for name, factor in (("scale_factor_temporal", temporal), ("scale_factor_spatial", spatial)):
@@ -59,7 +59,7 @@ class Geometry:
         return self.spatial_factor * self.patch
 
     def shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
-        """The shape of the latent: (channels, frames, height, width)."""
+        """Returns the shape of a sample's latent: (channels, frames, height, width)."""
         check_frames(frames)
         check_size(height, width, self.multiple)
         return (
@@ -70,12 +70,12 @@ class Geometry:
         )
 
     def tokens(self, shape: tuple[int, ...]) -> int:
-        """The number of transformer tokens of a latent of this shape."""
+        """Returns the number of transformer tokens for a latent of this shape."""
         return shape[1] * (shape[2] // self.patch) * (shape[3] // self.patch)
 
 
 class WanVae:
-    """A VAE with the normalisation of latents that a Wan transformer is trained on."""
+    """A VAE that normalises latents as Wan transformers expect them."""
 
     def __init__(self, vae: Any) -> None:  # an AutoencoderKLWan, which is untyped
         self.model = vae.eval().requires_grad_(False)
@@ -95,11 +95,11 @@ class WanVae:
         return self
 
     def fingerprint(self) -> str:
-        """A hash of the VAE."""
+        """Returns a hash of the VAE."""
         return of_module(self.model)
 
     def encode_frames(self, frames: Tensor) -> Tensor:
-        """Encodes frames uint8 [batch, F, H, W, 3] to latents; used with and without the cache."""
+        """Encodes frames uint8 [batch, F, H, W, 3] to latents; training with and without the cache uses this method."""
         return self.encode(torch.stack([to_unit(sample.to(self.model.device)) for sample in frames]))
 
     @torch.no_grad()
@@ -129,7 +129,7 @@ class WanVae:
 
 
 def check_channels(vae_config: Mapping[str, Any], transformer_config: Mapping[str, Any]) -> None:
-    """Raises ConfigError if a transformer does not accept the latents of a VAE."""
+    """Raises ConfigError if the transformer does not accept the VAE's latents."""
     latent = count_in(vae_config, "z_dim", "VAE", 16)
     inputs, outputs = channels_of(transformer_config)
     if outputs == latent and (inputs == latent or has_condition_channels(transformer_config)):
@@ -152,7 +152,7 @@ def normalised(latent: Tensor, statistics: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def statistics(config: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of the latents, each [C, 1, 1, 1]."""
+    """Reads the mean and the standard deviation of the latents from a VAE's config, each [C, 1, 1, 1]."""
     channels, tensors = int(config["z_dim"]), []
     for name in ("latents_mean", "latents_std"):
         values = config.get(name)

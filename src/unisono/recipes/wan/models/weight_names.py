@@ -1,7 +1,7 @@
-"""The names of Wan's weights in diffusers, in the Wan repository ("native"), and in ComfyUI.
+"""Converts between the names of Wan's weights in diffusers, in the Wan repository ("native"), and in ComfyUI.
 
-ComfyUI's names are native names with a prefix. Wrappers (DDP, FSDP, a compiler) may have added parts to any name. The
-configuration of a transformer is derived from the shapes of its weights.
+ComfyUI's names are native names with a prefix. Wrappers (DDP, FSDP, a compiler) may have added parts to any name. This
+module also derives a transformer's configuration from the shapes of its weights.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ _INSIDE = {
 _TO_OUTSIDE, _TO_INSIDE, _TO_ALONE = (
     {ours: theirs for theirs, ours in names.items()} for names in (_OUTSIDE, _INSIDE, _ALONE)
 )
-HEAD_WIDTH = 128  # width of a head in all published models
-_UNUSED = ".norm_added_q."  # published image-to-video files contain these weights, but no model uses them
+HEAD_WIDTH = 128  # width of an attention head in all published models
+_UNUSED = ".norm_added_q."  # part of weight names in published image-to-video files that no model uses
 
 
 def plain_name(name: str) -> str:
-    """The name without the parts that wrappers (DDP, FSDP, checkpointing, a compiler) added."""
+    """Removes the parts of a name that wrappers (DDP, FSDP, checkpointing, a compiler) added."""
     return _WRAPPER.sub("", name)
 
 
@@ -65,7 +65,7 @@ def is_adapter(name: str) -> bool:
 
 
 def base_name(name: str) -> str | None:
-    """The name of a weight in a model without a LoRA; None for a weight of the LoRA itself."""
+    """Returns the name that a weight has in a model without a LoRA; None for a weight of the LoRA itself."""
     plain = plain_name(name)
     return None if is_adapter(plain) else plain.replace(".base_layer.", ".")
 
@@ -79,7 +79,7 @@ def diffusers_names(names: Iterable[str], label: str = "the file") -> dict[str, 
             f"{label} contains the same weights twice, once wrapped and once not; pass a file with a single model"
         )
     for prefix in _PREFIXES:
-        if any(name.startswith(prefix) for name in plain):  # the rest of the file is a VAE or a text encoder
+        if any(name.startswith(prefix) for name in plain):  # names without the prefix are a VAE or a text encoder
             plain = {name.removeprefix(prefix): theirs for name, theirs in plain.items() if name.startswith(prefix)}
             break
     plain = {name: theirs for name, theirs in plain.items() if _UNUSED not in name}
@@ -118,7 +118,7 @@ def _from_native(name: str) -> str | None:
 
 
 def native_name(layer: str) -> str | None:
-    """The Wan repository's name of a layer of diffusers' transformer; None for a layer that it does not have."""
+    """Returns the Wan repository's name for a layer of diffusers' transformer; None if it has no such layer."""
     if (inside := _BLOCK.fullmatch(layer)) is None:
         return _TO_OUTSIDE.get(layer)
     number, rest = inside.groups()
@@ -126,7 +126,7 @@ def native_name(layer: str) -> str | None:
 
 
 def native_weight_name(name: str) -> str | None:
-    """The Wan repository's name of a weight of diffusers' transformer; None for a weight that it does not have."""
+    """Returns the Wan repository's name for a weight of diffusers' transformer; None if it has no such weight."""
     if name in _TO_ALONE:
         return _TO_ALONE[name]
     layer, _, kind = name.rpartition(".")
@@ -137,10 +137,10 @@ def native_weight_name(name: str) -> str | None:
 
 
 def config_of(shapes: Shapes, label: str = "the file", num_heads: int = 0) -> dict[str, Any]:
-    """The configuration of the transformer with weights of these shapes, as diffusers' arguments.
+    """Derives a transformer's configuration, as diffusers' arguments, from the shapes of its weights.
 
-    The shapes of weights do not show the number of heads, because queries are normalised over all heads. If
-    `num_heads` is 0, heads have the width that all published models share.
+    The shapes do not show the number of heads, because queries are normalised over all heads. If `num_heads` is 0,
+    heads are assumed to have the same width as in all published models.
     """
     try:
         width, in_channels, *patch = shapes["patch_embedding.weight"]
@@ -177,5 +177,5 @@ def config_of(shapes: Shapes, label: str = "the file", num_heads: int = 0) -> di
 
 
 def num_layers(names: Iterable[str]) -> int:
-    """The number of blocks that these weights belong to."""
+    """Returns the number of transformer blocks that these weights belong to."""
     return len({block.group(1) for name in names if (block := _BLOCK.fullmatch(name))})

@@ -30,7 +30,7 @@ from unisono.recipes.wan.models.weight_names import (
 
 
 class Weights:
-    """The weights in safetensors files, by diffusers' names; a weight is read when it is requested."""
+    """The weights in safetensors files, by diffusers' names; reads a weight only when it is requested."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         self.files = [Path(file) for file in files]
@@ -58,29 +58,29 @@ class Weights:
 
     @property
     def label(self) -> str:
-        """The files' name for messages."""
+        """Name of the files in messages."""
         return str(self.files[0]) if len(self.files) == 1 else f"{self.files[0]} and {len(self.files) - 1} more files"
 
     def names(self) -> list[str]:
-        """All names, in diffusers' form."""
+        """Returns the diffusers names of all weights."""
         return list(self._places)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a weight, from the file's header."""
+        """Returns the shape of a weight, from the file's header."""
         file, theirs = self._places[name]
         return self._open(file).entries[theirs].shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype that `tensor` returns: that of the file, or float32 if the weight has scales."""
+        """Returns the dtype of `tensor`'s result: the file's dtype, or float32 if the weight has scales."""
         file, theirs = self._places[name]
         return torch.float32 if self._scales.get(theirs) else self._open(file).dtype(theirs)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of all weights."""
+        """Returns the shapes of all weights."""
         return {name: self.shape(name) for name in self._places}
 
     def num_weights(self) -> int:
-        """The total number of elements."""
+        """Returns the total number of elements."""
         return sum(math.prod(self.shape(name)) for name in self._places)
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
@@ -88,7 +88,7 @@ class Weights:
         return self._read(name, dtype, None)
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows `start` to `stop` of a weight's first dimension, in the file's dtype; reads only these."""
+        """Reads only the rows `start` to `stop` of a weight's first dimension, in the file's dtype."""
         base = base_name(name)
         if base is None:
             raise ValueError(f"{name} belongs to a LoRA, which has no pretrained weights")
@@ -102,7 +102,7 @@ class Weights:
         return tensor.to(dtype=dtype)
 
     def _stored(self, file: Path, name: str, rows: tuple[int, int] | None) -> Tensor:
-        """A tensor of a file, or some of its rows."""
+        """Reads a tensor from a file, or only some of its rows."""
         opened = self._open(file)
         with reading_safetensors(file):
             kind = opened.dtype(name)
@@ -125,10 +125,10 @@ class ExpertWeights:
         self._files = files
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows `start` to `stop` of a weight; reads only these."""
+        """Reads only the rows `start` to `stop` of a weight."""
         transformer, _, inside = name.partition(".")
         layer, magnitude, _ = plain_name(inside).partition(f".{MAGNITUDE}.")
-        if magnitude:  # the initial magnitudes of a DoRA: the norms of the layer's rows, so that the DoRA has no effect
+        if magnitude:  # a DoRA initially has no effect, because its magnitudes are the norms of the weight's rows
             rows = self._files[transformer].rows(f"{layer}.weight", start, stop)
             norms: Tensor = torch.linalg.norm(rows.float().flatten(1), dim=1)
             return norms
@@ -137,7 +137,7 @@ class ExpertWeights:
 
 @contextmanager
 def reading_safetensors(file: Path) -> Iterator[None]:
-    """Turns errors while reading a file of weights into a ConfigError."""
+    """Turns errors that occur while a weight file is read into a ConfigError."""
     try:
         yield
     except (BadTensorFile, OSError) as error:
@@ -149,14 +149,14 @@ def reading_safetensors(file: Path) -> Iterator[None]:
 
 
 def open_weights(files: Path | Sequence[Path]) -> Weights:
-    """The weights of a model: one or several safetensors files, or the folder they are in."""
+    """Opens a model's weights, given one or several safetensors files or the folder that contains them."""
     if isinstance(files, Path):
         files = weight_files(files)
     return Weights(files)
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The safetensors files of one model: the file itself, or those in its folder."""
+    """Returns the safetensors files of one model: the file itself, or the files in the folder."""
     if not path.is_dir():
         refuse_pickle(path)
         return [path]
@@ -200,9 +200,9 @@ def _indexed(index: Path) -> list[Path]:
 
 
 def fill(model: nn.Module, path: Path, *, device: str = "cpu", own_dtypes: bool = False) -> None:
-    """Loads the weights of a transformer on the meta device one by one; never holds a second copy of the whole model.
+    """Fills a transformer that is on the meta device, weight by weight; never holds a second copy of the whole model.
 
-    `own_dtypes` casts each weight to its dtype in the model; otherwise each weight has the file's dtype. A LoRA that
+    `own_dtypes` casts each weight to its dtype in the model; otherwise each weight keeps the file's dtype. A LoRA that
     was added before keeps its weights.
     """
     weights = open_weights(path)
@@ -216,7 +216,7 @@ def fill(model: nn.Module, path: Path, *, device: str = "cpu", own_dtypes: bool 
 
 
 def check_fit(model: nn.Module, weights: Weights) -> None:
-    """Raises ConfigError unless the weights' names and shapes are exactly the model's."""
+    """Raises ConfigError unless the names and shapes of the weights are exactly those of the model."""
     own = {base: tuple(it.shape) for name, it in model.named_parameters() if (base := base_name(name)) is not None}
     theirs = weights.shapes()
     if own == theirs:

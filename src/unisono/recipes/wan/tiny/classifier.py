@@ -1,7 +1,7 @@
-"""A small classifier that recognises the content of a sample; it is trained only on drawn shapes.
+"""A small classifier, trained only on drawn shapes, that recognises the content of generated samples.
 
 A flow-matching loss proves little: a model that generates useless samples can have a low loss. A better criterion is
-whether an independent classifier recognises the colour and the shape that the caption names.
+whether an independent classifier recognises the colour and the shape named in the caption.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from unisono.recipes.wan.tiny.shapes import COLOURS, SHAPES, Shapes, labels
 
-_SIZE = 32  # pixels; other sizes are scaled to it
+_SIZE = 32  # side length in pixels; images of other sizes are scaled to it
 _NUM_STILLS, _NUM_CLIPS, _CLIP_FRAMES = 1440, 240, 5  # numbers of training samples, and of frames per clip
 _STEPS, _BATCH = 300, 64
 _NOISE = 0.1  # added to the training images, because generated samples are noisier than drawings
@@ -62,16 +62,20 @@ class ShapeClassifier(nn.Module):
 
 
 def recognised(frames: Tensor, colours: Tensor, shapes: Tensor) -> dict[str, Tensor]:
-    """Whether each sample shows the right colour and the right shape, [samples] each; labels as in `shapes.labels`."""
+    """Returns whether each sample shows the right colour, and whether it shows the right shape, [samples] each.
+
+    `colours` and `shapes` are labels as `shapes.labels` returns them.
+    """
     found_colours, found_shapes = trained_classifier().classify(frames)
     return {"colour": found_colours == colours.to(frames.device), "shape": found_shapes == shapes.to(frames.device)}
 
 
 @cache
 def trained_classifier(seed: int = 0) -> ShapeClassifier:
-    """A classifier trained on drawings. The first call takes some seconds; later calls return the same classifier."""
+    """Trains a classifier on drawings, in some seconds; later calls return the same classifier."""
     images, colours, shapes = _training_data(seed)
-    # The run may evaluate under 16-bit autocast, which would cache casts of the weights and never see them change.
+    # Disables autocast: a run may evaluate under 16-bit autocast, which would cache the weights' casts and not notice
+    # when the weights change.
     with torch.random.fork_rng(devices=[]), torch.autocast("cpu", enabled=False):
         torch.manual_seed(seed)
         model = ShapeClassifier()

@@ -1,4 +1,4 @@
-"""The built-in shapes as latents, which the ranks encode once and keep in memory."""
+"""The built-in shapes as latents; the ranks encode the shapes once and keep the latents in memory."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _AT_ONCE = 64
 
 
 class EncodedShapes(Dataset[dict[str, Any]]):
-    """Latents of shapes with the embeddings of their captions, and their labels.
+    """The shapes' latents, caption embeddings and labels.
 
-    For an image-to-video model, also contains the condition, the given frames and the direction of motion.
+    For an image-to-video model, also the condition, the given frames and the direction of motion.
     """
 
     def __init__(self, shapes: Shapes, encoded: dict[str, Tensor], texts: dict[str, Tensor]) -> None:
@@ -74,6 +74,6 @@ def encode(work: Work, shapes: Shapes, folder: Path, vae: WanVae, condition: Con
 
 
 def read(shapes: Shapes, folder: Path, texts: dict[str, Tensor]) -> EncodedShapes:
-    """The shapes that all ranks have encoded."""
+    """Reads the shapes that all ranks have encoded."""
     files = [load_file(file) for file in sorted(folder.glob("*.safetensors"))]
     return EncodedShapes(shapes, {name: torch.cat([file[name] for file in files]) for name in files[0]}, texts)

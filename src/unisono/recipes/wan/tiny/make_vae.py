@@ -22,9 +22,9 @@ from unisono.recipes.wan.tiny.shapes import Shapes
 _SIZE = 32
 _LEARNING_RATE, _WARMUP = 4e-3, 50
 _KL_WEIGHT = 1e-4
-_NUM_FOR_STATISTICS = 480  # number of drawings to compute the mean and standard deviation of the latents from
+_NUM_FOR_STATISTICS = 480  # number of drawings from which to compute the latents' mean and standard deviation
 _NUM_FOR_PSNR = 96
-_FIRST_LOG_VARIANCE = -5.0  # initial value for the posterior; with the default, noise would hide the latents
+_FIRST_LOG_VARIANCE = -5.0  # initial log-variance of the posterior; with the default, noise would drown the latents
 
 
 class BatchKind(NamedTuple):
@@ -35,13 +35,13 @@ class BatchKind(NamedTuple):
     at_once: int
 
 
-# Includes nine frames, because the third latent frame takes a different path through the VAE than the second.
+# Includes clips of nine frames, because the third latent frame takes a different path through the VAE than the second.
 _BATCHES = (BatchKind(1, 2400, 32), BatchKind(5, 1440, 8), BatchKind(1, 2400, 32), BatchKind(9, 720, 6))
-"""The kinds of batches, used in rotation, one per optimizer step."""
+"""The kinds of batches; each optimizer step uses the next one, in rotation."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command; returns its exit code."""
+    """Runs the command; returns its exit code."""
     parser = argparse.ArgumentParser(prog="make_vae", description="Train the tiny VAE on drawn shapes.")
     parser.add_argument("--output", type=Path, required=True, help="safetensors file to write")
     parser.add_argument("--force", action="store_true", help="overwrite an existing file")
@@ -60,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
     except ConfigError as error:
         print(f"make_vae: {error}", file=sys.stderr)
         return error.exit_code
-    saved = tiny_vae(options.output)  # loaded from the file, which stores half precision
+    saved = tiny_vae(options.output)  # loaded from the file, to measure the effect of half precision too
     for num_frames in (1, 5, 9):
         print(f"PSNR on held-out drawings, frames {num_frames}: {psnr(saved, num_frames, _NUM_FOR_PSNR):.1f} dB")
     return 0
@@ -108,7 +108,7 @@ def save(vae: AutoencoderKLWan, file: Path) -> None:
 
 @torch.no_grad()
 def psnr(vae: AutoencoderKLWan, num_frames: int, num_samples: int) -> float:
-    """The peak signal-to-noise ratio of reconstructed held-out drawings, in decibels."""
+    """Returns the peak signal-to-noise ratio of reconstructed held-out drawings, in decibels."""
     frames = _frames(num_samples, num_frames, split="eval")
     decoded = vae.decode(vae.encode(frames).latent_dist.mean).sample
     return -10 * math.log10(((decoded - frames) / 2).square().mean().item())
@@ -120,7 +120,7 @@ def _decode_without_clamp(vae: AutoencoderKLWan, latents: Tensor) -> Tensor:
     latents = vae.post_quant_conv(latents)
     parts = []
     for i in range(latents.shape[2]):
-        # The decoder caches features of earlier frames in a list, which it reads from the start for each frame.
+        # For each frame, the decoder reads its list of cached features of earlier frames from the start.
         index = [0]
         parts.append(
             vae.decoder(latents[:, :, i : i + 1], feat_cache=vae._feat_map, feat_idx=index, first_chunk=i == 0)
@@ -134,7 +134,7 @@ def _learning_rate(step: int, steps: int) -> float:
 
 
 def _frames(num_samples: int, num_frames: int, split: str = "train") -> Tensor:
-    """The frames of the first drawings of a split, [samples, 3, frames, size, size]."""
+    """Returns the frames of a split's first drawings, [samples, 3, frames, size, size]."""
     drawings = Shapes(num_samples, num_frames, _SIZE, split=split)
     return torch.stack([drawings[i]["frames"] for i in range(num_samples)])
 

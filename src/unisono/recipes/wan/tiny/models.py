@@ -47,7 +47,7 @@ class PipelineParts(NamedTuple):
 
 
 def tiny_transformer_config(*, given_frames: bool = False) -> dict[str, Any]:
-    """Arguments of a tiny `WanTransformer3DModel`: 0.7 M parameters; with `given_frames`, an image-to-video model."""
+    """Returns arguments for a `WanTransformer3DModel` of 0.7 M parameters; with `given_frames`, for image to video."""
     return {
         "patch_size": (1, 2, 2),
         "num_attention_heads": 4,
@@ -65,7 +65,7 @@ def tiny_transformer_config(*, given_frames: bool = False) -> dict[str, Any]:
 
 
 def tiny_vae_config() -> dict[str, Any]:
-    """Arguments of a tiny `AutoencoderKLWan`: 4 x 4 pixels of 4 frames become one latent position of 8 channels."""
+    """Returns arguments for a tiny `AutoencoderKLWan`: 4 frames of 4 x 4 pixels become one latent position."""
     return {
         "base_dim": 16,
         "z_dim": _LATENT_CHANNELS,
@@ -81,21 +81,21 @@ def tiny_vae_config() -> dict[str, Any]:
 
 
 def untrained_vae(**other: Any) -> AutoencoderKLWan:
-    """The tiny VAE with the initial weights of its constructor; `other` overrides arguments."""
+    """Creates the tiny VAE with randomly initialised weights; `other` overrides arguments."""
     import diffusers
 
     return diffusers.AutoencoderKLWan(**{**tiny_vae_config(), **other})  # type: ignore[no-untyped-call]
 
 
 def tiny_vae(weights: Path = VAE_WEIGHTS) -> AutoencoderKLWan:
-    """The tiny VAE, trained on `Shapes`, with the statistics of their latents in its config."""
+    """Loads the tiny VAE, which was trained on `Shapes`; its config contains the statistics of the shapes' latents."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     try:
         tensors = {name: tensor.float() for name, tensor in load_file(weights).items()}
         statistics = {name: [float(value) for value in tensors.pop(name)] for name in _STATISTICS}
-        with torch.random.fork_rng(devices=[]):  # the constructor's random weights are replaced anyway
+        with torch.random.fork_rng(devices=[]):  # the constructor draws random weights, which are replaced
             vae = untrained_vae(**statistics)
         vae.load_state_dict(tensors)
     except (OSError, SafetensorError, KeyError, RuntimeError) as error:
@@ -107,13 +107,13 @@ def tiny_vae(weights: Path = VAE_WEIGHTS) -> AutoencoderKLWan:
 
 
 def tiny_tokenizer() -> T5TokenizerFast:
-    """A tokenizer that knows the words of the captions and spells out other words."""
+    """Creates a tokenizer that knows the words of the captions and spells out all other words."""
     import transformers
 
     words = sorted({*" ".join(WORDINGS).split(), *COLOURS, *SHAPES, *DIRECTIONS, "moving"} - {"{colour}", "{shape}"})
     letters = string.ascii_letters + string.digits + string.punctuation
     vocab = [(piece, 0.0) for piece in _SPECIAL_PIECES]
-    # The split with the best score wins: a known word becomes one piece, an unknown word is split into letters.
+    # The tokenizer chooses the split with the best score: known words become one piece, others are split into letters.
     vocab += [(f"▁{word}", -1.0) for word in words]
     vocab += [(piece, -8.0) for piece in ("▁", *letters)]
     kind: Any = transformers.T5TokenizerFast  # type: ignore[attr-defined]
@@ -121,13 +121,13 @@ def tiny_tokenizer() -> T5TokenizerFast:
 
 
 def tiny_text_encoder() -> UMT5EncoderModel:
-    """A tiny UMT5 with random weights, the same on every machine."""
+    """Creates a tiny UMT5 with random weights that are the same on every machine."""
     import transformers
 
     config = transformers.UMT5Config(
         vocab_size=len(tiny_tokenizer()), d_model=_TEXT_DIM, d_kv=16, d_ff=128, num_layers=2, num_heads=4
     )
-    with torch.random.fork_rng(devices=[]):  # PyTorch's generators differ between machines in the last bits
+    with torch.random.fork_rng(devices=[]):  # PyTorch's random numbers differ between machines in the last bits
         untyped: Any = transformers.UMT5EncoderModel  # its constructor has types only in some versions
         encoder = untyped(config)
     with torch.no_grad():
@@ -138,7 +138,7 @@ def tiny_text_encoder() -> UMT5EncoderModel:
 
 
 def tiny_pipeline_parts() -> PipelineParts:
-    """All parts of a pipeline except the transformer."""
+    """Creates all parts of a pipeline except the transformer."""
     import diffusers
 
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=1.0)  # type: ignore[no-untyped-call]
@@ -146,13 +146,13 @@ def tiny_pipeline_parts() -> PipelineParts:
 
 
 def _uniform(name: str, shape: torch.Size) -> Tensor:
-    """Uniform numbers of mean 0 and variance 1. Normal numbers need a logarithm, which machines round differently."""
+    """Draws uniform numbers of mean 0 and variance 1. Normal numbers need logarithms, which machines round differently."""
     bits = random_bits(key_of(crc32(name.encode())), torch.arange(shape.numel()))
     return ((to_unit(bits, torch.float32) - 0.5) * math.sqrt(12)).view(shape)
 
 
 def _spread(name: str, fan_in: int, width_of_a_head: int) -> float:
-    """The standard deviation of T5's initial weights."""
+    """Returns the standard deviation with which T5 initialises this weight."""
     if "shared" in name or "embed_tokens" in name:
         return 1.0
     if "relative_attention_bias" in name:

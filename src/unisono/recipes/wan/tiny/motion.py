@@ -8,15 +8,15 @@ from torch import Tensor
 from unisono.recipes.wan.models.vae import WanVae
 from unisono.recipes.wan.tiny.shapes import DIRECTIONS, TRAVEL
 
-_LEAST = TRAVEL[0] / 2  # minimum movement as a fraction of the side: half of the shortest distance in the data
+_LEAST = TRAVEL[0] / 2  # minimum distance as a fraction of the side: half of the shortest distance in the data
 _GREY = 0.25  # difference between colour channels below which a pixel is background
 
 
 def moves(frames: Tensor, directions: Tensor) -> Tensor:
-    """Whether the shape in each clip [samples, 3, frames, side, side] moves in its caption's direction, [samples].
+    """Returns whether each clip's shape moves in the caption's direction, [samples].
 
-    `directions` are indices of DIRECTIONS. The shape must move further in its direction than in any other, and by at
-    least half of the shortest distance in the data.
+    `frames` are [samples, 3, frames, side, side], `directions` are indices of DIRECTIONS. The shape must move further
+    in its direction than in any other, and by at least half of the shortest distance in the data.
     """
     ends = frames[:, :, [0, -1]].float()
     colour = (ends.amax(1) - ends.amin(1) - _GREY).clamp(min=0)  # [samples, 2, y, x]
@@ -30,9 +30,10 @@ def moves(frames: Tensor, directions: Tensor) -> Tensor:
 
 
 def first_frame_errors(vae: WanVae, frames: Tensor, given: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean absolute error of each clip's first frame, and of the given frame after the VAE, [samples] each.
+    """Returns the mean absolute errors of each clip's first frame and of the VAE's reconstruction, [samples] each.
 
-    `given` are the given frames, uint8 [samples, 1 or 2, H, W, 3]; errors are in units of the range [-1, 1].
+    Both are relative to the given frame; pixel values range from -1 to 1. `given` holds the given frames, uint8
+    [samples, 1 or 2, H, W, 3].
     """
     expected = given[:, 0].permute(0, 3, 1, 2).float().cpu() / 127.5 - 1
     through_vae = vae.decode(vae.encode(expected[:, :, None]))

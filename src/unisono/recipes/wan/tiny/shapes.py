@@ -1,7 +1,7 @@
 """A dataset drawn by code: one coloured shape on grey, still or moving, with a caption that describes it.
 
-Item i is a function of (seed, split, i) only, so there are no files, no downloads and no state. Colours and shapes
-alternate, so that all pairs occur equally often; everything else about an image is random.
+Item i depends only on (seed, split, i), so there are no files, no downloads and no state. Colours and shapes alternate,
+so all pairs occur equally often; everything else about an image is random.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ COLOURS: dict[str, tuple[float, float, float]] = {
     "purple": (0.8, 0.1, 0.85),
     "cyan": (0.1, 0.85, 0.9),
 }
-"""Colour names, and red, green and blue in [0, 1]."""
+"""Colour names, with red, green and blue in [0, 1]."""
 
 SHAPES = ("circle", "square", "triangle", "cross")
 
 DIRECTIONS: dict[str, tuple[float, float]] = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
-"""Direction names, and vectors with x to the right and y down."""
+"""Direction names, with vectors whose x points right and y points down."""
 
 TRAVEL = (0.2, 0.3)
 """Range of the distance that a moving shape covers in a clip, as fractions of the image's side."""
@@ -42,7 +42,7 @@ WORDINGS = (
     "a picture of a {colour} {shape}",
 )
 
-_DRAWS = 16  # random numbers to draw per item; not all are used
+_DRAWS = 16  # number of random numbers to draw per item; not all are used
 
 
 class Drawing(TypedDict):
@@ -89,7 +89,7 @@ class Shapes(Dataset[Drawing]):
         return {"frames": draw(plan, self.num_frames, self.size), "caption": plan.caption}
 
     def plan(self, index: int) -> Plan:
-        """The content of item `index`."""
+        """Returns the content of item `index`."""
         if not -len(self) <= index < len(self):
             raise IndexError(f"item {index} of {len(self)}")
         index %= len(self)
@@ -124,7 +124,7 @@ def draw(plan: Plan, num_frames: int, size: int) -> Tensor:
     middles = (torch.arange(size) + 0.5) / size  # centres of the pixels
     x = middles[None, None, :] - (plan.centre[0] + plan.travel * towards[0] * ahead)[:, None, None]
     y = middles[None, :, None] - (plan.centre[1] + plan.travel * towards[1] * ahead)[:, None, None]
-    # Antialiasing: a pixel on the outline is covered in part.
+    # Antialiasing: a pixel on the outline is partly covered.
     covered = (0.5 - _outside(plan.shape, x, y, plan.radius) * size).clamp(0, 1)  # [frames, size, size]
     rgb = torch.tensor(plan.rgb).clamp(0, 1)[:, None, None, None]
     return (plan.background + (rgb - plan.background) * covered) * 2 - 1
@@ -137,12 +137,12 @@ def labels(plans: list[Plan]) -> tuple[Tensor, Tensor]:
 
 
 def directions(plans: list[Plan]) -> Tensor:
-    """The indices of the directions of motion, [items]; -1 for a shape that does not move."""
+    """Returns the indices of the directions of motion, [items]; -1 for a shape that does not move."""
     return torch.tensor([list(DIRECTIONS).index(plan.direction) if plan.direction else -1 for plan in plans])
 
 
 def _outside(shape: str, x: Tensor, y: Tensor, radius: float) -> Tensor:
-    """The distance of points from a shape around the origin; negative inside. All shapes have about the same area."""
+    """Returns the distance of points from a shape centred at the origin; negative inside. Areas are about equal."""
     if shape == "circle":
         return torch.sqrt(x * x + y * y) - radius
     if shape == "square":

@@ -1,8 +1,8 @@
-"""Linear layers with a LoRA: the product with the frozen weight and the two low-rank products as one function.
+"""Linear layers with a LoRA: computes the frozen product and the two low-rank products in one autograd function.
 
-peft computes the same in separate modules: it casts the input to float32, saves it once per layer,
-and adds the low-rank result in a pass over the output. Here layers with the same input (q, k and v) share it, their
-A matrices form one product, and the low-rank results are added by matrix products that accumulate. The frozen weight
+peft computes the same in separate modules: it casts the input to float32, saves it once per layer, and adds the
+low-rank result in another pass over the output. Here, layers with the same input (q, k and v) share the saved input,
+their A matrices are multiplied in one product, and the products with B accumulate into the output. The frozen weight
 gets no gradient, so only the input and the [tokens, rank] result of A are saved.
 """
 
@@ -20,11 +20,11 @@ from unisono.quantize.layers import FrozenLinear
 from unisono.quantize.operations import add_product_, quantised_rows
 from unisono.quantize.products import frozen_product
 
-_PER_LAYER = 5  # tensors of a layer among the function's arguments
+_PER_LAYER = 5  # number of the function's arguments that are tensors of one layer
 
 
 class _Adapted(Function):
-    """x @ weight.T + bias + scale · (x @ A.T) @ B.T of several layers with the same input."""
+    """Computes x @ weight.T + bias + scale · (x @ A.T) @ B.T for several layers with the same input x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, kinds: Any, factors: Any, *tensors: Any) -> Any:
@@ -95,7 +95,7 @@ def _product(
 
 
 def is_adapted(layer: Any) -> bool:
-    """Whether a layer is a frozen linear layer with one active LoRA and nothing else (no dropout, no DoRA)."""
+    """Whether a layer is a frozen linear layer with exactly one active LoRA, without dropout or DoRA."""
     base = getattr(layer, "base_layer", None)
     if type(base) is not nn.Linear and type(base) is not FrozenLinear:
         return False
@@ -113,7 +113,7 @@ def is_adapted(layer: Any) -> bool:
 
 
 def adapted(layers: Sequence[Any], x: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """The outputs of layers for which `is_adapted` holds, for the same input, computed in `dtype`."""
+    """Returns the outputs of `layers` for the input x, computed in `dtype`; `is_adapted` must hold for each layer."""
     kinds: list[tuple[str, int, bool] | None] = []
     factors: list[float] = []
     tensors: list[Tensor | None] = []

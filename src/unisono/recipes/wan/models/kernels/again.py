@@ -1,7 +1,7 @@
-"""Operations that recompute in a backward pass what the forward pass did not store, registered with PyTorch.
+"""Operations for the backward pass that recompute what the forward pass did not store; registered with PyTorch.
 
-Each has a name of its own, although some compute the same as an operation of the forward pass: torch.compile merges
-equal operations of the two passes into one, and would store its result.
+Even an operation that computes the same as one of the forward pass has its own name: torch.compile would otherwise
+merge the two operations into one and store its result.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ROTATE = "Tensor x, Tensor weight, Tensor? cosine, Tensor? sine, int head, floa
 
 @_operation(_NORM, "Tensor", by_kernel=False)
 def norm_again(x: Tensor, o: Any, gate: Any, weight: Tensor, bias: Tensor, eps: float) -> Any:
-    """The layer norm of x + o · gate, as `norm` computes it."""
+    """Computes the layer norm of x + o · gate, as `norm` does."""
     return operations.norm(x, o, gate, weight, bias, eps)[1]
 
 
@@ -51,7 +51,7 @@ def norm_backward_again(
     rstd: Tensor,
     added: bool,
 ) -> Any:
-    """What `norm_backward` computes with h = x + o · gate (o and gate: both or neither), and the norm's output."""
+    """Like `norm_backward` with h = x + o · gate (o and gate: both or neither); also returns the norm's output."""
     groups = len(weight)
     h = x
     if gate is not None:
@@ -96,7 +96,7 @@ def _(x: Tensor, weight: Tensor, cosine: Any, sine: Any, head: int, eps: float) 
 
 @_operation("Tensor dy, Tensor x", "(Tensor, Tensor, Tensor)")
 def gelu_backward_again(dy: Tensor, x: Tensor) -> Any:
-    """Gradient of x in gelu(x), its sum over tokens, and gelu(x)."""
+    """Returns the gradient with respect to x of gelu(x), its sum over tokens, and gelu(x)."""
     return *operations.gelu_backward(dy, x), F.gelu(x, approximate="tanh")
 
 
@@ -107,7 +107,7 @@ def _(dy: Tensor, x: Tensor) -> Any:
 
 @_operation("Tensor[] parts, ScalarType dtype", "Tensor", by_kernel=False)
 def cast_again(parts: list[Tensor], dtype: torch.dtype) -> Any:
-    """Concatenates the matrices by rows, in another dtype."""
+    """Concatenates the matrices along their rows, in another dtype."""
     whole = parts[0].new_empty(sum(map(len, parts)), *parts[0].shape[1:], dtype=dtype)
     begin = 0
     for part in parts:
@@ -123,7 +123,7 @@ def _(parts: list[Tensor], dtype: torch.dtype) -> Any:
 
 @_operation("Tensor x, Tensor weight, Tensor bias", "Tensor", by_kernel=False)
 def linear_again(x: Tensor, weight: Tensor, bias: Tensor) -> Any:
-    """x · weightᵀ + bias."""
+    """Computes x · weightᵀ + bias."""
     return F.linear(x, weight, bias)
 
 
@@ -136,9 +136,9 @@ def _(x: Tensor, weight: Tensor, bias: Tensor) -> Any:
     "Tensor query, Tensor key, Tensor value, int heads, str kernel, int pieces", "(Tensor, Tensor)", by_kernel=False
 )
 def attend(query: Tensor, key: Tensor, value: Tensor, heads: int, kernel: str, pieces: int) -> Any:
-    """Attention of [batch, tokens, width], and the logarithm of each row's sum of exponentials, for `attend_backward`.
+    """Computes attention of [batch, tokens, width]; also returns each row's log-sum-exp for `attend_backward`.
 
-    `pieces`: number of samples that the queries of a single sample are split into.
+    `pieces`: number of samples to split the queries of a single sample into.
     """
     q, k, v = _by_head(query, key, value, heads, pieces)
     chosen, logarithms = _chosen(q, k, v, kernel), None
@@ -177,17 +177,17 @@ def attend_backward(
     kernel: str,
     pieces: int,
 ) -> Any:
-    """Gradients of query, key and value."""
+    """Returns the gradients of query, key and value."""
     q, k, v = _by_head(query, key, value, heads, pieces)
     given, result = (_in_heads(part.contiguous(), heads, pieces) for part in (dout, out))
     rows = logarithms.view(len(q), heads, q.shape[2])
     chosen, plain = _chosen(q, k, v, kernel), (None, None, q.shape[2], k.shape[2], 0.0, False)
     if chosen == SDPBackend.CUDNN_ATTENTION:
-        unused = [q.new_zeros((), dtype=torch.int64) for _ in range(2)]  # for dropout
+        unused = [q.new_zeros((), dtype=torch.int64) for _ in range(2)]  # the random state of dropout
         inside = (given, q, k, v, result, rows[..., None], *unused, None, *plain)
         gradients = _aten._scaled_dot_product_cudnn_attention_backward(*inside)
     elif chosen == SDPBackend.FLASH_ATTENTION and q.is_cuda:
-        unused = [torch.zeros(size, dtype=torch.uint64, device=q.device) for size in (2, ())]  # for dropout
+        unused = [torch.zeros(size, dtype=torch.uint64, device=q.device) for size in (2, ())]  # dropout's random state
         gradients = _aten._scaled_dot_product_flash_attention_backward(given, q, k, v, result, rows, *plain, *unused)
     elif chosen == SDPBackend.FLASH_ATTENTION:
         gradients = _aten._scaled_dot_product_flash_attention_for_cpu_backward(given, q, k, v, result, rows, 0.0, False)
@@ -221,7 +221,7 @@ def _logarithms(query: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def _in_heads(x: Tensor, heads: int, pieces: int = 1) -> Tensor:
-    """[batch, heads, tokens, width of a head], as a view."""
+    """Returns a view [batch, heads, tokens, width of a head]."""
     return x.reshape(len(x) * pieces, x.shape[1] // pieces, heads, -1).transpose(1, 2)
 
 
@@ -235,19 +235,19 @@ def _tokens_first(x: Tensor, like: Tensor) -> Tensor:
 
 
 def _plain(query: Tensor, key: Tensor, value: Tensor, chosen: SDPBackend) -> Tensor:
-    """Attention by a kernel that does not store the logarithms; the backward pass therefore runs it again."""
+    """Computes attention with a kernel that returns no log-sum-exp; the backward pass therefore runs it again."""
     by_name = chosen in (SDPBackend.MATH, SDPBackend.EFFICIENT_ATTENTION)
     with sdpa_kernel(chosen) if by_name else nullcontext():
         return F.scaled_dot_product_attention(query, key, value)
 
 
 def _chosen(query: Tensor, key: Tensor, value: Tensor, kernel: str) -> SDPBackend:
-    """The kernel by name, or torch's choice, which is the same in forward and backward for the same shapes."""
+    """Returns the kernel with this name, or torch's choice, which is the same in forward and backward."""
     backend = KERNELS.get(kernel)
     if backend is None:
-        # Require gradients, because some kernels support fewer shapes with them.
+        # requires_grad_, because some kernels support fewer shapes when gradients are needed.
         backend = SDPBackend(torch._fused_sdp_choice(query.detach().requires_grad_(), key, value))
-    # torch pads heads of other widths before it calls these kernels.
+    # These kernels need a width that is a multiple of 8; torch would pad heads of other widths before it calls them.
     stored = backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION)
     if stored and query.is_cuda and query.shape[-1] % 8:
         return SDPBackend.ERROR

@@ -1,7 +1,7 @@
 """Chooses the attention kernel: the fastest one on this GPU, by measurement.
 
-With long videos, attention takes most of a step, and the measured times of the kernels differed by half. diffusers'
-attention processors store the choice; our own blocks read it from there.
+With long videos, attention takes most of a step, and the measured times of the kernels differed by about 50 %.
+diffusers' attention processors store the choice; our own blocks read it from there.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _NATIVE = {_PREFIX + name: kernel for name, kernel in KERNELS.items()}
 _TIMED = ("cudnn", "flash", "efficient")
 _TRIES = 5
 _BUSY = 8192  # tokens; with fewer, a GPU idles and launch overhead would decide
-_CLEARLY = 0.97  # fraction of the time of PyTorch's own choice that another kernel must beat
+_CLEARLY = 0.97  # another kernel is used only if it takes less than this fraction of the time of PyTorch's own choice
 
 
 class Kernel:
-    """The attention kernel of a run: the one in the settings, or the fastest."""
+    """Determines the attention kernel of a run: the one in the settings, or the fastest one."""
 
     def __init__(self, setting: str) -> None:
         self._setting = setting
@@ -61,16 +61,16 @@ class Kernel:
 
     @property
     def name(self) -> str:
-        """The name of the kernel; `auto` is PyTorch's own choice."""
+        """Name of the kernel; `auto` is PyTorch's own choice."""
         if self._file is None or not self._file.exists():
             return self._setting
         return str(json.loads(self._file.read_text())["kernel"])
 
     def name_for(self, context: int) -> str:
-        """The name in a run where `context` ranks share a sample.
+        """Returns the name of the kernel for a run in which `context` ranks share a sample.
 
-        The measurement used whole samples. A part of a sample has fewer heads, which not every kernel accepts, so
-        PyTorch chooses the kernel, unless the settings name one.
+        The measurement used whole samples. If ranks share a sample, each has fewer heads, and not every kernel accepts
+        their number. PyTorch then chooses the kernel, unless the settings name one.
         """
         return self.name if context == 1 else self._setting
 
@@ -101,9 +101,9 @@ def use(kernel: str, transformer: nn.Module) -> None:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, backend: Any) -> Any:
-    """Attention of [batch, tokens, heads, width] with the kernel that `use` stored in diffusers' processor.
+    """Computes attention of [batch, tokens, heads, width] with the kernel that `use` stored in diffusers' processor.
 
-    diffusers' own code copies all three tensors for cuDNN, needlessly: 8 GiB in a 1.3B model's step on 81 frames.
+    diffusers' own code needlessly copies all three tensors for cuDNN: 8 GiB in a 1.3B model's step on 81 frames.
     """
     kernel = None if backend is None else _NATIVE.get(backend.value)
     if kernel is None:
@@ -116,7 +116,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, backend: Any) -> Any:
 
 
 def kernel_name(backend: Any) -> str | None:
-    """The name of the kernel that diffusers' processor stores, `auto` for PyTorch's own choice; None for any other."""
+    """Returns the name of the kernel in diffusers' processor (`auto`: PyTorch's own choice); None if it is not ours."""
     if backend is None or backend.value == "native":
         return "auto"
     return backend.value.removeprefix(_PREFIX) if backend.value in _NATIVE else None
@@ -131,13 +131,13 @@ def can_compute(kernel: str, device_type: str, dtype: torch.dtype) -> bool:
 
 
 def choose(times: dict[str, float]) -> str:
-    """The fastest kernel; PyTorch's own choice, unless another is clearly faster."""
+    """Returns the fastest kernel, or PyTorch's own choice if no other kernel is clearly faster."""
     best = min(times, key=lambda kernel: times[kernel], default="auto")
     return best if best != "auto" and times[best] < _CLEARLY * times.get("auto", float("inf")) else "auto"
 
 
 def measure(heads: int, head_width: int, tokens: int, dtype: torch.dtype, device: str) -> dict[str, float]:
-    """Milliseconds of attention, forward and backward, by each kernel that supports it; `auto` is PyTorch's choice."""
+    """Measures the milliseconds of a forward and a backward pass with each kernel that supports this attention."""
     samples = -(-_BUSY // tokens)
     inputs = [torch.randn(samples, heads, tokens, head_width, device=device, dtype=dtype) for _ in range(3)]
     for tensor in inputs:

@@ -1,8 +1,8 @@
-"""A Wan block that computes what diffusers' does, in fewer and faster GPU operations.
+"""A Wan block that computes the same as diffusers' block, in fewer and faster GPU operations.
 
-When measured, a compiled block of diffusers spent a third of its time between matrix products, mostly on sums over
-tokens in the backward pass (for modulation, norm weights and biases). Only the class is swapped, so weights keep their
-names.
+When measured, a compiled block of diffusers spent a third of its time outside of matrix products, mostly on sums over
+tokens in the backward pass (for modulation, norm weights and biases). Only the block's class is replaced, so the
+weights keep their names.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ def use_fast_blocks(transformer: nn.Module, *, is_estimate: bool = False) -> Non
 
 
 def make_fast(block: nn.Module, devices: tuple[str, ...] = ("cuda",)) -> None:
-    """Makes one block use the fast forward pass on these devices; does nothing to a block of an unsupported kind."""
+    """Makes one block use the fast forward pass on these devices; leaves blocks of unsupported kinds unchanged."""
     if _is_known(block):
         block.__class__ = _fast(type(block), devices)  # type: ignore[arg-type]
 
 
 def _is_known(block: Any) -> bool:
-    """Whether this is a block without image input that has exactly the parts that `_forward` calls."""
+    """Whether a block has no image input and exactly the parts that `_forward` calls."""
     attentions = (block.attn1, block.attn2)
     norms = (block.norm2, *(norm for attention in attentions for norm in (attention.norm_q, attention.norm_k)))
     return (
         all(getattr(norm, "weight", None) is not None for norm in norms)
         and all(attention.norm_q.eps == attention.norm_k.eps for attention in attentions)
-        # With dropout, the bias would get a different gradient.
+        # With dropout after the layer, the gradient of the layer's bias would not be the sum that the kernels compute.
         and all(getattr(attention.to_out[1], "p", 0) == 0 for attention in attentions)
         and all(attention.add_k_proj is None and not attention.fused_projections for attention in attentions)
         and all(getattr(attention.processor, "_parallel_config", None) is None for attention in attentions)
     )
 
 
-@cache  # one class for all blocks of a kind, because torch.compile guards on the class
+@cache  # one class for all blocks of a kind, because torch.compile recompiles for each class
 def _fast(plain: type[nn.Module], devices: tuple[str, ...]) -> type[nn.Module]:
     def forward(self: Any, hidden_states: Tensor, encoder_hidden_states: Tensor, temb: Tensor, rotary_emb: Any) -> Any:
         compute = _forward if _is_supported(hidden_states, temb, devices) else plain.forward
@@ -70,7 +70,7 @@ def _fast(plain: type[nn.Module], devices: tuple[str, ...]) -> type[nn.Module]:
 
 @cache
 def _selective(plain: type[nn.Module], devices: tuple[str, ...], products: bool) -> type[nn.Module]:
-    """A class of blocks that recompute by themselves what is cheap, or with torch's help where they are not fast."""
+    """Returns a block class that recomputes cheap results itself; where it is not fast, torch's checkpointing does."""
     elsewhere: Any = recomputing(plain, selective=True)
 
     def forward(self: Any, hidden_states: Tensor, encoder_hidden_states: Tensor, temb: Tensor, rotary_emb: Any) -> Any:
@@ -86,12 +86,12 @@ def _selective(plain: type[nn.Module], devices: tuple[str, ...], products: bool)
 
 
 def _is_supported(x: Tensor, time: Tensor, devices: tuple[str, ...]) -> bool:
-    # A modulation per token (time of four dimensions) is not summed over tokens; float64 is for tests only.
+    # Per-token modulation (`time` with four dimensions) needs no sums over tokens; only tests use float64.
     return time.ndim == 3 and x.dtype != torch.float64 and x.device.type in devices
 
 
 def _why_not_selective(block: Any, fast: type[nn.Module]) -> str:
-    """Why a block cannot recompute parts of itself; empty if it can."""
+    """Returns the reason why a block cannot recompute parts of itself; empty if it can."""
     attentions: tuple[Any, ...] = (block.attn1, block.attn2)
     layers = [layer for part in attentions for layer in (part.to_q, part.to_k, part.to_v, part.to_out[0])]
     widen, dropout, narrow = block.ffn.net
@@ -125,9 +125,9 @@ def _forward(block: Any, x: Tensor, text: Tensor, time: Tensor, angles: Any) -> 
 def _attention(
     attention: Any, x: Tensor, other: Tensor, angles: Any, tokens: Tokens | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """The output, and the bias of the last layer if the consumer of the output computes the bias's gradient.
+    """Returns the output, and the last layer's bias if the consumer of the output must compute the bias's gradient.
 
-    `tokens`: how the tokens are divided between ranks that share a sample.
+    `tokens`: the division of the tokens between ranks that share a sample.
     """
     head = attention.inner_dim // attention.heads
     layers, norms = [attention.to_q, attention.to_k, attention.to_v], [attention.norm_q, attention.norm_k]

@@ -1,8 +1,9 @@
 """Parts of a Wan block with their own backward passes: norms, gates, rotary embeddings and linear layers.
 
-The same mathematics as diffusers' modules, divided differently: sums over all tokens in a backward pass happen in a
-kernel that has already loaded the numbers, and gradients of the same tensor are added in one kernel. So the consumer of
-a layer's output computes the gradient of the layer's bias: it gets the bias too (`made`), and the layer leaves it out.
+The mathematics is that of diffusers' modules, but divided differently: in the backward pass, sums over all tokens are
+computed in a kernel that has already loaded the numbers, and gradients of the same tensor are added in one kernel. The
+gradient of a layer's bias is therefore computed by the consumer of the layer's output, which gets the bias as an
+argument (`made`), and not by the layer.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from unisono.quantize.reduced_products import Products
 from unisono.recipes.wan.models.kernels import operations
 from unisono.recipes.wan.models.kernels.adapter import adapted, is_adapted
 
-_ONES = 16  # rows: fewer do not make a matrix product faster
+_ONES = 16  # number of rows of ones whose product with a matrix sums its rows; fewer rows would not be faster
 
 
 def _type(bias: Tensor | None) -> torch.dtype | None:
@@ -94,7 +95,7 @@ class _Rotated(Function):
 
 
 class _Linear(Function):
-    """Computes the bias's gradient only if no consumer does: the compiler's sums over tokens are slow."""
+    """A linear layer that computes its bias's gradient, by a matrix product, only if no consumer computes it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, products: Products | None) -> Any:
@@ -150,7 +151,7 @@ def _apply(function: Any, *arguments: Any) -> Any:
 
 
 def linear(layer: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The layer's output, and its bias if the consumer computes the bias's gradient (`made`)."""
+    """Returns the layer's output, and its bias if the consumer must compute the bias's gradient (`made`)."""
     if is_adapted(layer):
         return adapted([layer], x, _type_for(x))[0], None
     if not _is_plain(layer):
@@ -159,7 +160,7 @@ def linear(layer: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def linear_gelu(layer: Any, x: Tensor) -> Tensor:
-    """GELU of the layer's output."""
+    """Returns gelu of the layer's output."""
     if _is_plain(layer):
         return _apply(  # type: ignore[no-any-return]
             _LinearGelu, *_in_type(x, layer.weight, layer.bias), products_of(layer)
@@ -168,27 +169,28 @@ def linear_gelu(layer: Any, x: Tensor) -> Tensor:
 
 
 def normed(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x, and layer_norm(x) · weight + bias; weight and bias are [groups, width]."""
+    """Returns x, and layer_norm(x) · weight + bias; weight and bias are [groups, width]."""
     return _apply(_Normed, x, weight, bias, eps)  # type: ignore[no-any-return]
 
 
 def added_and_normed(
     x: Tensor, o: Tensor, gate: Tensor | None, weight: Tensor, bias: Tensor, eps: float, made: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """h = x + o · gate, and layer_norm(h) · weight + bias; `made` is the bias of the layer that computed o."""
+    """Returns h = x + o · gate, and layer_norm(h) · weight + bias; `made` is the bias of the layer that computed o."""
     return _apply(_Added, x, o, gate, weight, bias, eps, made)  # type: ignore[no-any-return]
 
 
 def gated(x: Tensor, o: Tensor, gate: Tensor, made: Tensor | None) -> Tensor:
-    """x + o · gate; `made` is the bias of the layer that computed o."""
+    """Returns x + o · gate; `made` is the bias of the layer that computed o."""
     return _apply(_Gated, x, o, gate, made)  # type: ignore[no-any-return]
 
 
 def rotated(layers: Sequence[Any], x: Tensor, norms: Sequence[Any], angles: Any, head: int) -> list[Tensor]:
-    """Each layer's output for x; those with a norm as rms_norm · weight, with the rotary embedding per head.
+    """Returns each layer's output for x; applies RMS norm and rotary embedding to the layers that have a norm.
 
-    Angles are (cosine, sine), each [tokens, head]. Fully trained layers are one matrix product, if their weights must
-    be cast to another dtype anyhow: the copy lives until the backward pass, where FSDP would have freed the weights.
+    Angles are (cosine, sine), each [tokens, head]. Fully trained layers are computed as one matrix product if their
+    weights must be cast to another dtype anyway. Otherwise they are not, because the concatenated copy is kept until
+    the backward pass, whereas FSDP would free the weights.
     """
     weights, rest = [norm.weight for norm in norms], (*(angles or (None, None)), head, norms[0].eps)
     plain, products = all(map(_is_plain, layers)), products_of(layers[0])
@@ -206,7 +208,7 @@ def rotated(layers: Sequence[Any], x: Tensor, norms: Sequence[Any], angles: Any,
                 outputs.append(out)
         return outputs
     for number, layer in enumerate(layers):
-        if number == len(norms):  # its output is used as it is, so no consumer computes its bias's gradient
+        if number == len(norms):  # no norm follows this layer, so no consumer would compute its bias's gradient
             if plain:
                 outputs.append(_apply(_Linear, *_in_type(x, layer.weight, layer.bias), products_of(layer)))
             else:

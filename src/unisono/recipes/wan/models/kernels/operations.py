@@ -1,9 +1,10 @@
 """The operations between the matrix products of a Wan block, forward and backward, registered with PyTorch.
 
-Here they are plain PyTorch, which runs on a CPU and serves as the reference for the kernels; on a GPU the function of
-the same name in `triton_kernels.py` runs instead. torch.compile treats them as opaque.
+The code in this module is plain PyTorch: it runs on a CPU and is the reference for the kernels. On a GPU, the function
+of the same name in `triton_kernels.py` runs instead. torch.compile treats the operations as opaque.
 
-Rows of tokens come in groups: a group shares weight, bias and gate, which are [groups, width].
+A row is a token. Consecutive rows form groups; the rows of a group share weight, bias and gate, which are
+[groups, width].
 """
 
 from __future__ import annotations
@@ -15,13 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# torch.library by hand rather than `custom_op`, which has more overhead per call: the CPU must stay ahead of a GPU that
-# needs 30 µs for such an operation.
+# Uses torch.library directly, because `custom_op` has more overhead per call, and the CPU must launch operations faster
+# than the GPU computes them: an operation takes about 30 µs.
 _LIBRARY = torch.library.Library("unisono", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
 def _operation(inputs: str, outputs: str, *, by_kernel: bool = True) -> Callable[[Callable[..., Any]], Any]:
-    """`by_kernel=False` runs the same PyTorch code on a GPU, with the memory layouts that the caller uses."""
+    """Registers a function as an operation.
+
+    With `by_kernel=False`, the same PyTorch code also runs on a GPU, and arguments keep their memory layouts.
+    """
 
     def made(plain: Callable[..., Any]) -> Any:
         name = plain.__name__
@@ -35,7 +39,7 @@ def _operation(inputs: str, outputs: str, *, by_kernel: bool = True) -> Callable
 
 
 def _in_one_piece(compute: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes all tensor arguments contiguous, as the kernels read them; the results are then contiguous too."""
+    """Makes all tensor arguments contiguous, because the kernels require it; the results are then contiguous too."""
 
     def whole(part: Any) -> Any:
         if isinstance(part, Tensor):
@@ -69,7 +73,7 @@ def _shapes_of(name: str) -> Any:
 
 
 def _grouped(x: Tensor, groups: int) -> Tensor:
-    """[groups, rows, width] in float32."""
+    """Reshapes x to [groups, rows, width] in float32."""
     return x.float().reshape(groups, -1, x.shape[-1])
 
 
@@ -81,7 +85,7 @@ def _per_token(x: Tensor) -> Tensor:
     "Tensor x, Tensor? o, Tensor? gate, Tensor weight, Tensor bias, float eps", "(Tensor, Tensor, Tensor, Tensor)"
 )
 def norm(x: Tensor, o: Tensor | None, gate: Tensor | None, weight: Tensor, bias: Tensor, eps: float) -> Any:
-    """h = x + o · gate (empty without o), its layer norm · weight + bias, its mean and 1 / standard deviation."""
+    """Returns h = x + o · gate (empty without o), layer_norm(h) · weight + bias, and h's mean and 1 / deviation."""
     groups, h = len(weight), x
     if o is not None:
         added = _grouped(o, groups) * (1 if gate is None else gate[:, None])
@@ -105,9 +109,10 @@ def _(x: Tensor, o: Tensor | None, gate: Tensor | None, weight: Tensor, bias: Te
 def norm_backward(
     dh: Tensor, dy: Tensor, h: Tensor, o: Any, gate: Any, weight: Tensor, mean: Tensor, rstd: Tensor, added: bool
 ) -> Any:
-    """Gradients of x, of o (empty without a gate, because it then equals that of x), and sums over tokens.
+    """Returns the gradient of x, the gradient of o, and sums over tokens.
 
-    The sums are the gradients of weight and bias, of gate if there is one, and the summed gradient of o (if `added`).
+    Without a gate, the gradient of o is empty, because it equals the gradient of x. The sums are the gradients of
+    weight and bias, that of gate (if there is a gate), and the gradient of o summed over tokens (if `added`).
     """
     groups = len(weight)
     scale = rstd.view(groups, -1, 1)
@@ -137,7 +142,7 @@ def _(
 
 @_operation("Tensor dh, Tensor o, Tensor gate", "(Tensor, Tensor)")
 def gate_backward(dh: Tensor, o: Tensor, gate: Tensor) -> Any:
-    """Gradient of o in x + o · gate; then those of gate and of o, summed over tokens."""
+    """Returns the gradient of o in x + o · gate, and the gradients of gate and of o summed over tokens."""
     total = _grouped(dh, len(gate))
     do = (total * gate[:, None]).view(o.shape).to(o.dtype)
     return do, torch.stack([(total * _grouped(o, len(gate))).sum(1), _grouped(do, len(gate)).sum(1)])
@@ -150,9 +155,10 @@ def _(dh: Tensor, o: Tensor, gate: Tensor) -> Any:
 
 @_operation("Tensor x, Tensor weight, Tensor? cosine, Tensor? sine, int head, float eps", "(Tensor, Tensor)")
 def rotate(x: Tensor, weight: Tensor, cosine: Tensor | None, sine: Tensor | None, head: int, eps: float) -> Any:
-    """Per part: RMS norm · weight with the rotary embedding (if any); and 1 / root mean square.
+    """Returns, for each part of x, RMS norm · weight with the rotary embedding (if any), and 1 / root mean square.
 
-    A row of x is several parts next to each other, each as wide as a row of weight; one more may follow, unchanged.
+    A row of x consists of parts next to each other, each as wide as a row of weight. There may be one part more than
+    rows of weight; it is not changed.
     """
     parts = _parts(x, weight)[: len(weight)]
     rstd = torch.stack([(part.square().mean(-1, keepdim=True) + eps).rsqrt() for part in parts])
@@ -185,7 +191,7 @@ def _(x: Tensor, weight: Tensor, cosine: Tensor | None, sine: Tensor | None, hea
 def rotate_backward(
     dy: list[Tensor], x: Tensor, weight: Tensor, cosine: Any, sine: Any, rstd: Tensor, head: int
 ) -> Any:
-    """Gradient of x; that of weight, part by part, and then that of x summed over tokens, part by part."""
+    """Returns the gradient of x, and sums over tokens: the gradient of each weight, then of each part of x."""
     dx, sums = [], []
     for number, part in enumerate(_parts(x, weight)):
         gradient = dy[number].float()
@@ -209,7 +215,7 @@ def _(dy: list[Tensor], x: Tensor, weight: Tensor, cosine: Any, sine: Any, rstd:
 
 @_operation("Tensor dy, Tensor x", "(Tensor, Tensor)")
 def gelu_backward(dy: Tensor, x: Tensor) -> Any:
-    """Gradient of x in gelu(x), and its sum over tokens."""
+    """Returns the gradient with respect to x of gelu(x), and its sum over tokens."""
     dx = torch.ops.aten.gelu_backward(dy, x, approximate="tanh")
     return dx, dx.float().flatten(0, -2).sum(0)
 

@@ -1,8 +1,8 @@
-"""Splits the queries of one video into pieces, so that cross-attention to the text uses the whole GPU.
+"""Splits the queries of one video into pieces so that cross-attention to the text uses the whole GPU.
 
-The backward kernel of attention launches one program per sample, head and block of keys. A text has few keys: with one
-video at a time, the programs occupied only a third of an H200. The kernel therefore gets each piece as a separate
-sample with the same keys and values.
+The backward kernel of attention launches one program per sample, head and block of keys. A text has few keys: with a
+micro-batch of one video, the programs occupied only a third of an H200 when measured. The kernel therefore gets each
+piece as a separate sample with the same keys and values.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_KEYS, _QUERIES = 128, 512  # keys per program of attention's backward pass, and the fewest queries per piece
-_BUSY = (0.65, 0.9)  # busy fraction of a GPU above which splitting gains nothing, and the one it must reach
+_KEYS, _QUERIES = 128, 512  # keys per program of attention's backward pass, and minimum number of queries per piece
+_BUSY = (0.65, 0.9)  # splits if at most the first fraction of the GPU is busy, and then more than the second would be
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def multiprocessors() -> int:
-    """The number of multiprocessors of the current GPU; 0 without one."""
+    """Returns the number of multiprocessors of the current GPU; 0 without a GPU."""
     if not torch.cuda.is_available():
         return 0
     return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
 
 
 def possible_pieces(heads: int, keys: int, num_multiprocessors: int) -> tuple[int, ...]:
-    """The numbers of pieces that a sample's queries can be split into; none if the GPU is busy without that."""
+    """Returns the numbers of pieces worth splitting a sample's queries into; none if the GPU is busy anyway."""
 
     def busy(pieces: int) -> float:
         programs = pieces * heads * -(-keys // _KEYS)
@@ -35,10 +35,10 @@ def possible_pieces(heads: int, keys: int, num_multiprocessors: int) -> tuple[in
 
 
 def num_pieces(query: Tensor, numbers: tuple[int, ...]) -> int:
-    """The first of these numbers into which the tokens of a single sample can be split; 1 if there is none."""
+    """Returns the first of these numbers of pieces that the queries of a single sample divide into; 1 if none does."""
     queries = query.shape[1]
     for pieces in numbers if len(query) == 1 else ():
-        # Compiled code guards on the remainder only: a video of another length does not recompile.
+        # Compiled code guards only on the remainder, so a video of another length does not cause a recompilation.
         if queries % pieces == 0 and queries >= pieces * _QUERIES:
             return pieces
     return 1

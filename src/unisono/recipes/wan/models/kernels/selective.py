@@ -1,14 +1,14 @@
-"""A Wan block that stores little for backward: what is cheap to recompute is recomputed there, a tensor at a time.
+"""A Wan block that stores little for the backward pass, which recomputes what is cheap, one tensor at a time.
 
-Each function below covers what lies between two tensors worth storing, and its backward pass recomputes the rest from
-them. For a block of width d with inner width f, in numbers per token:
+Each autograd function below covers the operations between two tensors that are worth storing, and its backward pass
+recomputes the other tensors from these. Stored numbers per token, for a block of width d with inner width f:
 
-    the fast block                   17 d + 2 f, and a copy of all weights in 16 bit
+    the fast block                   17 d + 2 f, and a copy of all weights in 16 bits
     selective                        10 d + f: the results of attention and of matrix products, and the residual stream
     selective, with `products`        6 d: also recomputes the products before attention and before GELU
     recomputed as a whole             1 d
 
-Most of what is recomputed costs a write only, because a kernel of the backward pass has the numbers at hand anyway.
+Most recomputed tensors cost only a write, because a kernel of the backward pass has already loaded their inputs.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from unisono.recipes.wan.models.kernels import again, fused, operations
 from unisono.recipes.wan.models.kernels.attention import kernel_name
 from unisono.recipes.wan.models.kernels.pieces import multiprocessors, num_pieces, possible_pieces
 
-_ITSELF = ((slice(0, 3), slice(0, 2)),)  # q, k and v of the same tokens in one product; q and k are normed
-_TEXT = ((slice(0, 1), slice(0, 1)), (slice(1, 3), slice(1, 2)))  # q in one product, k and v of the text in another
+_ITSELF = ((slice(0, 3), slice(0, 2)),)  # self-attention: one product for q, k and v; norms for q and k
+_TEXT = ((slice(0, 1), slice(0, 1)), (slice(1, 3), slice(1, 2)))  # cross-attention: a product for q, one for k and v
 
 
 def forward(block: Any, x: Tensor, text: Tensor, time: Tensor, angles: Any, *, products: bool) -> Tensor:
-    """The block's output; `products` also recomputes the matrix products before attention and before GELU."""
+    """Returns the block's output; `products` also recomputes the matrix products before attention and before GELU."""
     shift, scale, gate, late_shift, late_scale, late_gate = (block.scale_shift_table + time.float()).unbind(1)
     modulation = (1 + scale, shift, block.norm1.eps)
     rotation = tuple(part.flatten(0, -2) for part in angles[:2])
@@ -48,7 +48,7 @@ def forward(block: Any, x: Tensor, text: Tensor, time: Tensor, angles: Any, *, p
 
 
 def _attention(attention: Any, products: bool, summed: tuple[Any, ...], text: Tensor | None, rotation: Any) -> Any:
-    """The residual stream, and attention to itself or to a text; `summed` are the inputs of `operations.norm`."""
+    """Returns the residual stream and the self- or cross-attention; `summed` holds `operations.norm`'s arguments."""
     x, heads = summed[0], attention.heads
     kernel = kernel_name(attention.processor._attention_backend) or "auto"
     pieces = 1 if text is None else num_pieces(x, possible_pieces(heads, text.shape[1], multiprocessors()))
@@ -60,12 +60,12 @@ def _attention(attention: Any, products: bool, summed: tuple[Any, ...], text: Te
 
 
 def _linear(layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The layer's output, and its bias, whose gradient the consumer of the output computes."""
+    """Returns the layer's output, and its bias, whose gradient the consumer of the output must compute."""
     return fused._apply(_Linear, x, layer.weight, layer.bias.detach()), layer.bias
 
 
 class _Attention(Function):
-    """h = x + o · gate; attention of norm(h) to itself or to a text."""
+    """Returns h = x + o · gate, and the self-attention of norm(h) or its cross-attention to the text."""
 
     @staticmethod
     def forward(
@@ -142,7 +142,7 @@ class _Attention(Function):
 
 
 class _FeedForward(Function):
-    """h = x + o; the feed-forward layers of norm(h), whose last bias gets its gradient from the consumer."""
+    """Returns h = x + o, and the feed-forward output for norm(h); the consumer computes its last bias's gradient."""
 
     @staticmethod
     def forward(
@@ -191,7 +191,7 @@ class _FeedForward(Function):
 
 
 class _Linear(Function):
-    """A layer that saves only its float32 weight, which is in memory anyway, and no 16-bit copy."""
+    """A linear layer that saves its float32 weight, which is in memory anyway, instead of a 16-bit copy."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Any:
@@ -207,7 +207,7 @@ class _Linear(Function):
 
 
 def _of_norm(ctx: Any, dx: Tensor, do: Tensor, gate: Any, sums: Tensor) -> tuple[Any, ...]:
-    """Gradients of `operations.norm`'s inputs x, o, gate, weight, bias, eps, and of the bias `made`."""
+    """Returns the gradients of `operations.norm`'s inputs x, o, gate, weight, bias and eps, and of the bias `made`."""
     made = sums[-1].sum(0).to(ctx.type_of_made) if ctx.type_of_made else None
     if gate is not None:
         return dx, do, sums[2], sums[0], sums[1], None, made
@@ -215,19 +215,19 @@ def _of_norm(ctx: Any, dx: Tensor, do: Tensor, gate: Any, sums: Tensor) -> tuple
 
 
 def _groups(text: Tensor | None) -> tuple[tuple[slice, slice], ...]:
-    """For each matrix product its layers among q, k and v, and its norms among those of q and k."""
+    """Returns, for each matrix product, its layers among q, k and v, and its norms among those of q and k."""
     return _ITSELF if text is None else _TEXT
 
 
 def _layers_of(layers: Sequence[Tensor], text: Tensor | None) -> list[tuple[list[Tensor], list[Tensor]]]:
-    """For each matrix product its weights and its biases, of (weights of q, k, v; biases of q, k, v)."""
+    """Returns each matrix product's weights and biases; `layers` are the weights of q, k and v, then their biases."""
     return [(list(layers[:3][members]), list(layers[3:][members])) for members, _ in _groups(text)]
 
 
 def _rotated(
     rotate: Any, raw: Sequence[Tensor], norms: Tensor, cosine: Any, sine: Any, heads: int, eps: float
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Query, key and value from the results of the products, and what the norms' backward pass needs."""
+    """Computes query, key and value from the results of the products; also returns 1 / root mean square per norm."""
     parts, scales, width = [], [], norms.shape[1]
     for of_group, (_, normed) in zip(raw, _ITSELF if len(raw) == 1 else _TEXT, strict=True):
         y, scale = rotate(of_group, norms[normed], cosine, sine, width // heads, eps)

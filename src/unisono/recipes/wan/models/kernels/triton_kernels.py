@@ -1,11 +1,11 @@
 """Triton kernels for the operations between the matrix products of a Wan block.
 
-A row is a token. The backward pass needs sums over tokens (of modulation, norm weights and biases). The kernels compute
-them while a row is loaded anyway: each program processes many rows and keeps its sums in registers. That is most of the
-gain. There are no atomics: the same numbers give the same sums.
+A row is a token. The backward pass needs sums over tokens (for modulation, norm weights and biases). Most of the gain
+is that the kernels compute these sums while a row is loaded anyway: each program processes many rows and keeps its sums
+in registers. The kernels use no atomics, so the same inputs always give the same sums.
 """
 
-# Triton is missing on machines without a GPU, and the code it compiles is not typed Python.
+# Triton is missing on machines without a GPU, and code for Triton cannot be typed.
 # mypy: disable-error-code="import-not-found, import-untyped, no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _norm_backward(
     dh, dy, h, o, gate, weight, bias, mean, rstd, dx, do, sums, y, rows, width,
     GATE: tl.constexpr, ADDED: tl.constexpr, AGAIN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """AGAIN: also computes the norm's output y; `h` is then x if there is a gate, and h = x + o · gate."""
+    """With AGAIN, also computes the norm's output y; if there is a gate, the argument `h` is then x."""
     first, step, group = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     column = tl.arange(0, BLOCK)
     there = column < width
@@ -126,7 +126,7 @@ def _gate_backward(dh, o, gate, do, sums, rows, width, BLOCK: tl.constexpr):
 
 @triton.jit
 def _rotated(value, cosine, sine, token, width, head, way: tl.constexpr, BLOCK: tl.constexpr):
-    """Rotates each pair of numbers by the token's angles, or back (`way` -1)."""
+    """Rotates each pair of numbers by the token's angles, or back if `way` is -1."""
     pair = tl.arange(0, BLOCK // 2)
     at = token * head + 2 * pair % head
     c = tl.load(cosine + at, mask=2 * pair < width, other=0.0)
@@ -169,7 +169,7 @@ def _rotate_backward(
     x += part * width
     dx += part * width
     sum_w, sum_b = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
-    if part == PARTS:  # the unchanged part
+    if part == PARTS:  # the part without a norm, which is not changed
         for row in range(first, rows, step):
             dx_row = tl.load(dy + row * width + column, mask=there, other=0.0)
             tl.store(dx + row * stride + column, dx_row, mask=there)
@@ -196,7 +196,7 @@ def _rotate_backward(
 def _gelu_backward(
     dy, x, dx, y, sums, rows, width, share, AGAIN: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """AGAIN: also computes gelu(x) in y."""
+    """With AGAIN, also writes gelu(x) to y."""
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     begin = tl.program_id(1) * share
     end = tl.minimum(begin + share, rows)
@@ -207,7 +207,7 @@ def _gelu_backward(
         at = row.to(tl.int64)[:, None] * width + column[None, :]
         value = tl.load(x + at, mask=there, other=0.0).to(tl.float32)
         square = value * value
-        # tanh as a sigmoid: gelu(x) = x · sigmoid(2 · √(2/π) · (x + 0.044715 x³))
+        # Expresses tanh by a sigmoid: gelu(x) = x · sigmoid(2 · √(2/π) · (x + 0.044715 x³)).
         open = tl.sigmoid(1.5957691216057308 * value * (1.0 + 0.044715 * square))
         if AGAIN:
             tl.store(y + at, (value * open).to(y.dtype.element_ty), mask=there)
@@ -233,10 +233,10 @@ def _programs(rows: int, groups: int, width: int, device: torch.device) -> int:
 def norm(
     x: Tensor, o: Tensor | None, gate: Tensor | None, weight: Tensor, bias: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """h = x + o · gate, and its layer norm · weight + bias; with h's mean and 1 / standard deviation."""
+    """Returns h = x + o · gate, layer_norm(h) · weight + bias, and h's mean and 1 / standard deviation."""
     rows, width, groups = x.numel() // x.shape[-1], x.shape[-1], weight.shape[0]
     y, h = torch.empty_like(x), x if o is None else torch.empty_like(x)
-    # No views: PyTorch does not allow them here.
+    # Not views of one tensor, because PyTorch does not allow an operation to return views.
     mean, rstd = (x.new_empty(rows, dtype=torch.float32) for _ in range(2))
     flags = {"ADD": o is not None, "GATE": gate is not None}
     _norm[(rows,)](x, o, gate, weight, bias, h, y, mean, rstd, rows // groups, width, eps, **flags, **_block(width))
@@ -254,7 +254,7 @@ def norm_backward(
     rstd: Tensor,
     added: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x, of o (if gated; else it equals that of x), and [weight, bias(, gate)(, o)] summed over tokens."""
+    """Returns the gradients of x and of o, and sums [weight, bias(, gate)(, o)], as `operations.norm_backward` does."""
     return _backward_of_norm(dh, dy, h, o, gate, weight, None, mean, rstd, added, None)
 
 
@@ -270,7 +270,7 @@ def norm_backward_again(
     rstd: Tensor,
     added: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What `norm_backward` computes with h = x + o · gate, and the norm's output."""
+    """Like `norm_backward` with h = x + o · gate; also returns the norm's output."""
     y = torch.empty_like(x)
     return *_backward_of_norm(dh, dy, x, o, gate, weight, bias, mean, rstd, added, y), y
 
@@ -300,7 +300,7 @@ def _backward_of_norm(
 
 
 def gate_backward(dh: Tensor, o: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradient of o in x + o · gate, and [gate, o] summed over tokens."""
+    """Returns the gradient of o in x + o · gate, and the gradients of gate and of o summed over tokens."""
     width, groups = o.shape[-1], gate.shape[0]
     rows = o.numel() // width // groups
     programs = _programs(rows, groups, width, o.device)
@@ -312,7 +312,7 @@ def gate_backward(dh: Tensor, o: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
 def rotate(
     x: Tensor, weight: Tensor, cosine: Tensor | None, sine: Tensor | None, head: int, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Per part of a row: RMS norm · weight with the rotary embedding; with 1 / root mean square."""
+    """Returns, for each part of x, RMS norm · weight with the rotary embedding, and 1 / root mean square."""
     (parts, width), stride = weight.shape, x.shape[-1]
     rows = x.numel() // stride
     y, rstd = x.new_empty(parts, *x.shape[:-1], width), x.new_empty(parts, rows, dtype=torch.float32)
@@ -324,7 +324,7 @@ def rotate(
 def rotate_backward(
     dy: list[Tensor], x: Tensor, weight: Tensor, cosine: Tensor | None, sine: Tensor | None, rstd: Tensor, head: int
 ) -> tuple[Tensor, Tensor]:
-    """Gradient of x, and [weight of each rotated part, x of each part] summed over tokens."""
+    """Returns the gradient of x, and sums over tokens [weight of each rotated part, x of each part]."""
     (parts, width), stride = weight.shape, x.shape[-1]
     rows = x.numel() // stride
     programs = _programs(rows, len(dy), width, x.device)
@@ -336,12 +336,12 @@ def rotate_backward(
 
 
 def gelu_backward(dy: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradient of x in gelu(x), and its sum over tokens."""
+    """Returns the gradient with respect to x of gelu(x), and its sum over tokens."""
     return _backward_of_gelu(dy, x, None)
 
 
 def gelu_backward_again(dy: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What `gelu_backward` computes, and gelu(x)."""
+    """Like `gelu_backward`; also returns gelu(x)."""
     y = torch.empty_like(x)
     return *_backward_of_gelu(dy, x, y), y
 
