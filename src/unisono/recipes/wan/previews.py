@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 FPS = 16.0  # frames per second of Wan 2.1
 _MOST_BYTES = 2**20
-_SMALL = 128  # side length in pixels below which previews are enlarged
+_SMALL = 128  # longest side, in pixels, to which small previews are enlarged
 
 
 def prompts_in(value: str, setting: str) -> list[str]:

@@ -15,7 +15,7 @@ _ONLY_REGRESSION = {
     **{"student_config": None, "init": "teacher", "layers": "even", "online": False, "refresh_every": 0},
     **{"velocity_weight": 1.0, **dict.fromkeys(_WEIGHTS[1:], 0.0)},
 }
-"""Settings that only the objective regression has, and their defaults."""
+"""Settings that apply only to the objective regression, and their defaults."""
 _LARGEST_RANK = 2**14
 _AT_LEAST = {"height": 0, "width": 0, "refresh_every": 0, "num_previews": 1}
 _AT_LEAST |= dict.fromkeys(
@@ -36,7 +36,7 @@ _AT_MOST |= {
 
 
 def check_config(config: Any) -> None:
-    """Raises ConfigError for values out of range and settings that contradict each other."""
+    """Raises ConfigError if a value is out of range or if settings contradict each other."""
     if not config.teacher_path:
         raise ConfigError(
             "no teacher: pass --teacher_path FOLDER (a Wan model in diffusers' layout, or a hub id such as "

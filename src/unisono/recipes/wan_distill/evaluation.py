@@ -21,23 +21,23 @@ if TYPE_CHECKING:
     from unisono.recipes.wan_distill.recipe import WanDistill
     from unisono.recipes.wan_distill.setup import Setup
 
-_MOST_BATCHES, _ENOUGH_S = 4, 10.0  # timed batches of the student; fewer when they take long
-_FEWEST_BLOCKS = 3  # timed blocks of the teacher: a single one may have been slowed down by other load
+_MOST_BATCHES, _ENOUGH_S = 4, 10.0  # maximum number of timed student batches, and seconds after which to stop earlier
+_FEWEST_BLOCKS = 3  # minimum number of timed teacher blocks, because other load may have slowed down a single block
 
 
 class SampleTime(NamedTuple):
-    """The time that a model takes to generate a sample."""
+    """The measured time in which a model generates a sample."""
 
     seconds: float
     """Median seconds per sample, in batches of rollout_batch samples."""
     number: int
-    """The number of timed batches, without warm-up."""
+    """Number of timed batches, without warm-up."""
 
 
 def held_out_metrics(
     recipe: WanDistill, model: Experts, batch: Mapping[str, Any], dtype: torch.dtype
 ) -> dict[str, Any]:
-    """The objective's own metrics, the error of the generated latents, and the time per sample."""
+    """Returns the objective's own metrics, the error of the generated latents, and the time per sample."""
     data, text = batch["data"], batch["text"].to(dtype)
     count = torch.tensor(float(len(data)), dtype=torch.float64, device=data.device)
     student = recipe.objective.student(model)
@@ -53,7 +53,7 @@ def held_out_metrics(
 
 
 def velocity_metrics(setup: Setup, model: Experts, batch: Mapping[str, Any], text: Tensor) -> dict[str, Any]:
-    """The error of the velocity, also by noise level."""
+    """Returns the error of the velocity: overall and by noise level."""
     data, spec = batch["data"], setup.rollout_spec
     count = torch.tensor(float(len(data)), dtype=torch.float64, device=data.device)
     errors, sizes, levels = [], [], []
@@ -74,7 +74,7 @@ def velocity_metrics(setup: Setup, model: Experts, batch: Mapping[str, Any], tex
 
 
 def speed(teacher: SampleTime | None, student: SampleTime | None) -> dict[str, float]:
-    """The seconds per sample of both models and the student's speed-up, as far as known."""
+    """Returns the seconds per sample of both models and the student's speed-up, as far as they were measured."""
     metrics = {} if student is None else {"seconds_per_sample": student.seconds}
     if teacher is not None:
         metrics["teacher_seconds_per_sample"] = teacher.seconds
@@ -84,10 +84,10 @@ def speed(teacher: SampleTime | None, student: SampleTime | None) -> dict[str, f
 
 
 def time_student(recipe: WanDistill, model: Experts) -> SampleTime | None:
-    """The time that the student takes to generate a batch as large as the teacher's.
+    """Measures how long the student takes to generate a batch as large as the teacher's batches.
 
-    None if the student is sharded or ranks share a sample: the time would include communication, which inference does
-    not need, and ranks would time different numbers of batches.
+    Returns None if the student is sharded or ranks share a sample: the time would include communication that inference
+    does not need, and ranks could time different numbers of batches.
     """
     if recipe.context.size > 1 or any(isinstance(module, FSDPModule) for module in model.modules()):
         return None
@@ -100,25 +100,25 @@ def time_student(recipe: WanDistill, model: Experts) -> SampleTime | None:
         text = text.expand(batch_size, -1, -1).contiguous()
         while len(seconds) < 2 or (len(seconds) < _MOST_BATCHES and sum(seconds) < _ENOUGH_S):
             start = time.perf_counter()
-            generate(setup, student, initial_noise, text).sum().item()  # waits for the device
+            generate(setup, student, initial_noise, text).sum().item()  # .item() waits for the device
             seconds.append(time.perf_counter() - start)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        return None  # a batch that fits for the teacher may not fit next to the training state
+        return None  # a batch that fit for the teacher may not fit next to the training state
     timed = seconds[1:]  # the first batch chooses kernels and allocates memory
     return SampleTime(median(timed) / batch_size, len(timed))
 
 
 def generate(setup: Setup, model: Experts, initial_noise: Tensor, text: Tensor) -> Tensor:
     """Generates samples with the student, without guidance."""
-    with torch.compiler.set_stance("force_eager"):  # the compiled blocks are for other shapes
+    with torch.compiler.set_stance("force_eager"):  # the blocks were compiled for other shapes
         scheduler, steps = setup.student_scheduler()
         return sample(model, initial_noise, (text, text), scheduler, steps=steps, guidance=1.0)
 
 
 def _shape_metrics(setup: Setup, latents: Tensor, labels: Tensor, prefix: str) -> dict[str, Any]:
-    """The number of samples that show the colour and the shape of their prompt, for the built-in shapes."""
+    """Counts the samples that show the colour and the shape named in their prompts (built-in shapes only)."""
     from unisono.recipes.wan.tiny.classifier import recognised
 
     frames = setup.encoders.vae().decode(latents.float().cpu())

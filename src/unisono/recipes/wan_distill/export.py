@@ -1,4 +1,4 @@
-"""Exports the student as a pipeline that diffusers loads: its own transformer, and the teacher's other parts."""
+"""Exports the student as a pipeline for diffusers: the student's transformer and the teacher's other parts."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 def write_student(setup: Setup, model: Experts, folder: Path, file_format: str | None = None) -> str:
-    """Writes the student to an empty folder, by default as a pipeline; returns a line on how to use it."""
+    """Writes the student to an empty folder, by default as a pipeline; returns a line that says how to use it."""
     if file_format == "native":
         return write_native(folder, dict(model.named_children()), None, setup.encoders.text_length)
     if file_format == "comfyui":
         return write_comfyui(folder, dict(model.named_children()), None)
     parts, prompt = setup.parts, setup.preview_prompts[0]
     others = {name: kind for name, kind in parts.components.items() if name not in (HIGH, LOW, "scheduler")}
-    # Does not export the teacher's scheduler, which may be for two experts, or for more steps than the student takes.
+    # Does not export the teacher's scheduler, which may be meant for two experts or for more steps.
     scheduler, _ = setup.student_scheduler()
     source = replace(parts, transformers={}, components=others, boundary_ratio=None)
     transformers = dict(model.named_children())
@@ -37,14 +37,14 @@ def write_student(setup: Setup, model: Experts, folder: Path, file_format: str |
     content["scheduler"] = ["diffusers", type(scheduler).__name__]
     index.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     call = arguments_of(setup)
-    # diffusers ignores this file; it tells users who have only this folder how to call the pipeline.
+    # diffusers ignores this file. It tells users who have only the exported folder how to call the pipeline.
     (folder / HOW_TO_DRAW).write_text(json.dumps(call, indent=2) + "\n", encoding="utf-8")
     flags = ", ".join(f"{name}={value}" for name, value in call.items())
     return f"{description}; use it with WanPipeline.from_pretrained({str(folder)!r})({prompt!r}, {flags})"
 
 
 def arguments_of(setup: Setup) -> dict[str, int | float]:
-    """The arguments to call the student's pipeline with."""
+    """Returns the arguments with which to call the student's pipeline."""
     shape, factor = setup.shape, setup.encoders.geometry.spatial_factor
     return {
         "height": shape[2] * factor,

@@ -1,4 +1,4 @@
-"""The distillation loss of a micro-batch: the student's velocity against stored roll-outs, or an online teacher."""
+"""The distillation loss of a micro-batch: compares the student with stored roll-outs or with an online teacher."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Weights:
-    """The weight of each loss; losses of weight 0 are not computed."""
+    """The weight of each loss; a loss with weight 0 is not computed."""
 
     velocity: float
     flow: float
@@ -38,19 +38,19 @@ class DistillationLoss:
 
     weights: Weights
     spec: RolloutSpec
-    """The specification by which the teacher generated the samples."""
+    """The specification with which the teacher generated the samples."""
     teacher: Teacher | None = None
     """The teacher, with the setting online; otherwise None."""
     empty: Tensor | None = None
     """The embedding of the negative prompt, [text length, width], with the setting online."""
     layers: Sequence[int] = ()
-    """The teacher's layer that the feature loss compares with each of the student's layers."""
+    """For each of the student's layers, the teacher's layer that the feature loss compares it with."""
     over_ranks: Callable[[Tensor], Tensor] = lambda sums: sums
-    """Adds up sums over the tokens of each rank, if several ranks share a sample."""
+    """If ranks share a sample, adds up the ranks' sums over their own tokens."""
     _recorders: dict[int, OutputRecorder] = field(default_factory=dict)
 
     def loss(self, model: Experts, batch: Mapping[str, Any], data: Tensor, noise: Noise, dtype: torch.dtype) -> Loss:
-        """The weighted sum of the losses, summed over samples."""
+        """Returns the weighted sum of the losses, summed over samples."""
         text = batch["text"].to(dtype)
         terms: dict[str, Tensor] = {}
         if self.weights.velocity or self.weights.flow or self.weights.feature:
@@ -89,7 +89,7 @@ class DistillationLoss:
         if self.weights.flow:
             terms["flow"] = losses.flow_matching(predicted, data, draws)
         if student_states is not None and teacher_states is not None:
-            # The guided teacher computes both halves of a batch at once; the first half has the prompt.
+            # The guided teacher computes a batch with and without the prompt at once; the first half has the prompt.
             with_prompt = [layer[: len(data)] for layer in teacher_states.stop()]
             terms["feature"] = losses.feature_matching(student_states.stop(), with_prompt, self.over_ranks)
         return terms
@@ -111,7 +111,7 @@ class DistillationLoss:
 
 
 class OutputRecorder:
-    """Records the outputs of some blocks in the next forward pass of this thread."""
+    """Records the outputs of some blocks in this thread's next forward pass."""
 
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
         self._local = threading.local()

@@ -1,7 +1,7 @@
-"""The losses that a student can learn from a teacher, one function each.
+"""The losses that compare a student with its teacher, one function each.
 
-T is the guided teacher: Tʷ = u + w (c − u), where u is its velocity without the prompt and c its velocity with it. S is
-the student, which computes one velocity and later samples without guidance. x̂₀ is a sample of the teacher, and
+Tʷ is the guided teacher: Tʷ = u + w (c − u), where u is its velocity without and c its velocity with the prompt. S is
+the student, which computes a single velocity and later samples without guidance. x̂₀ is a sample from the teacher, and
 x_σ = (1 − σ) x̂₀ + σ ε adds new noise ε to it. Each function returns the mean over the elements of each sample, [batch].
 """
 
@@ -21,7 +21,7 @@ def velocity_matching(student: Tensor, teacher: Tensor) -> Tensor:
 
 
 def flow_matching(student: Tensor, data: Tensor, noise: Tensor) -> Tensor:
-    """‖S(x_σ) − (ε − x̂₀)‖²: plain flow matching on the teacher's samples; needs no teacher in memory."""
+    """‖S(x_σ) − (ε − x̂₀)‖²: plain flow matching on the teacher's samples; does not need the teacher in memory."""
     return _mean_square(student - velocity(data, noise))
 
 
@@ -31,16 +31,16 @@ def trajectory_matching(student: Tensor, teacher: Tensor) -> Tensor:
 
 
 def few_step_regression(point: Tensor, student: Tensor, sigma: Tensor, data: Tensor) -> Tensor:
-    """½ ‖(x_i − σ_i S(x_i)) − x̂₀‖²: predicts the end of the trajectory from its points, for few large steps."""
+    """½ ‖(x_i − σ_i S(x_i)) − x̂₀‖²: the student predicts the trajectory's end from its points, for few large steps."""
     return _mean_square(data_from(point, student, sigma) - data) / 2
 
 
 def feature_matching(
     student: Sequence[Tensor], teacher: Sequence[Tensor], over_ranks: Callable[[Tensor], Tensor] = lambda sums: sums
 ) -> Tensor:
-    """Mean over layers l of ‖h_S^l − h_T^m(l)‖² / ‖h_T^m(l)‖²: hidden states of matching layers.
+    """Mean over layers l of ‖h_S^l − h_T^m(l)‖² / ‖h_T^m(l)‖²: compares hidden states of matching layers.
 
-    `over_ranks` adds up sums over the tokens of each rank, if several ranks share a sample.
+    If ranks share a sample, `over_ranks` adds up the ranks' sums over their own tokens.
     """
     differences, sizes = [], []
     for ours, theirs in zip(student, teacher, strict=True):

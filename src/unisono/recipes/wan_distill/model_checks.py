@@ -13,8 +13,8 @@ from unisono.recipes.wan_flow.model_checks import lora_targets
 
 
 def check_models(setup: Setup) -> None:
-    """Raises ConfigError if prompts, the student or files do not fit the teacher."""
-    _ = setup.prompts, setup.preview_prompts, setup.student, setup.shape  # computing each of them checks it
+    """Raises ConfigError if the prompts, the student or the files do not fit the teacher."""
+    _ = setup.prompts, setup.preview_prompts, setup.student, setup.shape  # computing these properties checks them
     setup.encoders.check_files()
     for path in setup.teacher.transformers.values():
         open_weights(path)

@@ -1,4 +1,4 @@
-"""Prepares training: encodes the prompts, generates the teacher's roll-outs, plans the student's initial weights."""
+"""Prepares training: encodes the prompts, generates the teacher's roll-outs and plans the student's initial weights."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _PURPOSES = {"train": "for training", "eval": "for evaluation", "preview": "for 
 
 
 def prepare(setup: Setup, kernel: Kernel, work: Work) -> None:
-    """Does this rank's share of the work; returns early when the run is asked to stop, and continues the next time."""
+    """Does this rank's share of the work; if the run is asked to stop, returns early and continues the next time."""
     if setup.is_tiny:
         if warning := unknown_to_tiny([*setup.prompts.train, *setup.prompts.held_out]):
             work.message(warning)
@@ -48,15 +48,15 @@ def prepare(setup: Setup, kernel: Kernel, work: Work) -> None:
         for split in setup.splits:
             seconds = setup.rollouts(split).fill(work, teacher, setup.text, _PURPOSES[split])
             if split == setup.splits[0]:
-                _store_time(setup, seconds[1:], work)  # the first block compiles, or warms up the device
-        if work.meet():  # wait for all ranks, because importance is measured on their samples
+                _store_time(setup, seconds[1:], work)  # excludes the first block, which includes compilation or warm-up
+        if work.meet():  # waits for all ranks, because importance is measured on samples from all of them
             return
         if setup.config.init == "teacher" and setup.config.objective == "regression":
             for file in work.share([setup.pruning_plan_file]):
                 _plan_pruning(file, setup, teacher)
     if setup.backend.endswith("compiled"):
-        # The teacher's compiled code would keep memory allocated, and torch would compile the student for dynamic sizes
-        # wherever it differs from the teacher.
+        # Otherwise, the teacher's compiled code would keep memory allocated, and torch would compile the student for
+        # dynamic sizes wherever its sizes differ from the teacher's.
         torch._dynamo.reset()
 
 

@@ -1,4 +1,4 @@
-"""Previews: side-by-side samples of teacher and student from the same prompts and the same noise."""
+"""Generates previews: samples from teacher and student, side by side, for the same prompts and noise."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PAIRS_ACROSS = 4
 
 
 def previews(recipe: WanDistill, model: Experts) -> Mapping[str, Any]:
-    """Files by name: one image with the teacher left and the student right in each pair, and each video as MP4."""
+    """Generates the previews; returns files by name: an image of all pairs (teacher left), and each video as MP4."""
     from unisono.recipes.wan.data.render import grid, labelled
 
     device = next(model.parameters()).device

@@ -23,7 +23,7 @@ from unisono.recipes.wan.settings import DEFAULTS
 from unisono.recipes.wan_distill import settings
 from unisono.recipes.wan_distill.checks import check_config
 
-if TYPE_CHECKING:  # `unisono train wan-distill --help` need not wait for torch
+if TYPE_CHECKING:  # keeps `unisono train wan-distill --help` from importing torch
     from torch import nn
 
     from unisono.data.noise import Noise
@@ -55,13 +55,13 @@ class WanDistill(WanRecipe):
 
     @classmethod
     def presets(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Defaults of the objective and for the tiny teacher; a loss on hidden states needs uncompiled blocks."""
+        """Returns defaults for the objective and the tiny teacher; a loss on hidden states disables compiling."""
         defaults: dict[str, Any] = {"compile": False} if values["feature_weight"] else {}
         is_dmd2 = values["objective"] == "dmd2"
         if is_dmd2:
             defaults |= settings.DMD2 if values["lora_rank"] else settings.DMD2_WHOLE
         if str(values["teacher_path"]).lower() == "tiny":
-            by_epochs = values["num_epochs"] is not None  # the user has set the length of the run
+            by_epochs = values["num_epochs"] is not None  # the user has chosen the length of the run in epochs
             tiny = settings.TINY | (settings.TINY_DMD2 if is_dmd2 else {})
             defaults |= {name: value for name, value in tiny.items() if not (by_epochs and name == "max_steps")}
         return defaults
@@ -72,7 +72,7 @@ class WanDistill(WanRecipe):
         self.refresh_every = config.refresh_every if config.online else 0
         self.teacher_time: SampleTime | None = None
         self.student_time: SampleTime | None = None
-        """Time per sample of each model, in batches of the same size; None until measured."""
+        """Time per sample of each model, in batches of equal size; None until measured."""
         self._is_timed = False
 
     @cached_property
@@ -94,7 +94,7 @@ class WanDistill(WanRecipe):
         return Regression(self)
 
     def check_settings(self, settings: Any) -> None:
-        """Rejects conflicting storage formats of the teacher, and online together with dp or cuda_graph."""
+        """Rejects two storage formats for the teacher, and online or dmd2 with strategies that do not support them."""
         super().check_settings(settings)
         if self.config.teacher_dtype == "float8" and settings.precision.base_precision != "auto":
             raise ConfigError(
@@ -109,7 +109,7 @@ class WanDistill(WanRecipe):
             raise ConfigError("objective dmd2: --strategy dp copies the model in every step; use ddp or fsdp")
 
     def metric_names(self) -> Collection[str]:
-        """The distance between student and teacher; for the tiny teacher also the accuracy of generated samples."""
+        """Returns the names of the evaluation metrics."""
         from unisono.recipes.wan_distill.data.prompts import labels
 
         held_out = self.setup.prompts.held_out
@@ -138,15 +138,15 @@ class WanDistill(WanRecipe):
     # The models ----------------------------------------------------------------------------------------------------
 
     def groups(self) -> Sequence[Group]:
-        """With the objective dmd2, the score and the student."""
+        """Returns the groups of weights: the score and the student with the objective dmd2, otherwise none."""
         return self.objective.groups()
 
     def model(self) -> nn.Module:
-        """The student; with the objective dmd2, the student and the score."""
+        """Returns the student; with the objective dmd2, the student and the score."""
         return self.objective.model()
 
     def weights(self, model: nn.Module) -> Weights | None:
-        """The initial weights, from the teacher's files; None for random weights."""
+        """Returns the initial weights, from the teacher's files; None for random weights."""
         return self.objective.weights()
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
@@ -154,17 +154,17 @@ class WanDistill(WanRecipe):
         return [block for transformer in self.objective.transformers(model) for block in transformer.blocks]  # type: ignore[union-attr]
 
     def frozen(self) -> Mapping[str, nn.Module]:
-        """The teacher, if training steps query it and it is not part of the model."""
+        """Returns the teacher if training steps query it and it is not part of the model."""
         return self.objective.frozen()
 
     def sharded(self) -> Mapping[str, tuple[Weights, Sequence[str]]]:
-        """With teacher_device_strategy balanced, the teacher, whose weights are sharded."""
+        """Returns the teacher if teacher_device_strategy is balanced: its weights are then sharded."""
         return self.objective.sharded()
 
     # Training ------------------------------------------------------------------------------------------------------
 
     def dataset(self, split: str) -> Any:
-        """The teacher's samples or, to train with the objective dmd2, the prompts."""
+        """Returns the teacher's samples; to train with the objective dmd2, the prompts."""
         from unisono.recipes.wan.checks import check_tokens
         from unisono.recipes.wan_distill.data.datasets import EvalDataset
 
@@ -179,11 +179,11 @@ class WanDistill(WanRecipe):
         return self.objective.dataset()
 
     def loss(self, model: nn.Module, batch: Any, noise: Noise) -> Loss:
-        """The loss of the objective: a mean over each sample's elements, summed over samples."""
+        """Returns the objective's loss: the mean over each sample's elements, summed over samples."""
         return self.objective.loss(model, batch, noise)
 
     def before_evaluation(self, model: nn.Module) -> None:
-        """Measures the student's time per sample on the first call only, because training does not change it."""
+        """Measures the student's time per sample, on the first call only, because training does not change it."""
         from unisono.recipes.wan_distill.evaluation import time_student
 
         if not self._is_timed:
@@ -191,13 +191,13 @@ class WanDistill(WanRecipe):
             self.student_time = time_student(self, model)  # type: ignore[arg-type]
 
     def evaluate(self, model: nn.Module, batch: Any, noise: Noise) -> Mapping[str, Any]:
-        """The distance between student and teacher, and the student's speed-up."""
+        """Measures the distance between student and teacher, and the student's speed-up."""
         from unisono.recipes.wan_distill.evaluation import held_out_metrics
 
         return held_out_metrics(self, model, batch, self.compute_dtype(model, batch["data"]))  # type: ignore[arg-type]
 
     def preview(self, model: nn.Module, step: int) -> Mapping[str, Any] | None:
-        """Samples of teacher and student from the same prompts and noise, side by side."""
+        """Generates samples from teacher and student, side by side, for the same prompts and noise."""
         from unisono.recipes.wan_distill.previews import previews
 
         return previews(self, model)  # type: ignore[arg-type]

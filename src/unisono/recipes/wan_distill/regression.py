@@ -40,14 +40,14 @@ class Regression:
         self._samples: Samples | None = None
 
     def prepare(self, work: Work) -> None:
-        """Does nothing, because this objective needs only the roll-outs."""
+        """Does nothing, because this objective needs nothing besides the roll-outs."""
 
     def groups(self) -> Sequence[Group]:
         """Returns no groups, because all weights are trained together."""
         return ()
 
     def transformers(self, model: Any) -> list[nn.Module]:
-        """The transformers in the trained module."""
+        """Returns the transformers in the trained module."""
         return list(model.children())
 
     def refresh(self, step: int, work: Work) -> None:
@@ -65,7 +65,7 @@ class Regression:
     # The models ----------------------------------------------------------------------------------------------------
 
     def model(self) -> Experts:
-        """The student; on the meta device when it starts from the teacher's weights."""
+        """Builds the student; on the meta device if it starts from the teacher's weights."""
         if self.config.init == "fresh":
             transformer = build(self.setup.student.config)
             initialise_randomly(transformer, self.setup.seed)
@@ -74,13 +74,13 @@ class Regression:
         return Experts({HIGH: self._recipe.optimised(transformer)}, None)
 
     def weights(self) -> materialize.Weights | None:
-        """The subset of the teacher's weights that `prepare` planned; None for random weights."""
+        """Returns the subset of the teacher's weights that the pruning plan chose; None for random weights."""
         if self.config.init == "fresh":
             return None
         return PrunedWeights(lambda: (self.setup.source_weights, self.setup.pruning_plan()))
 
     def frozen(self) -> Mapping[str, nn.Module]:
-        """With the setting online, the teacher."""
+        """Returns the teacher if the setting online is on."""
         if not self.config.online:
             return {}
         setup = self.setup
@@ -95,7 +95,7 @@ class Regression:
         return {} if self._teacher.places_itself else dict(self._teacher.experts.named_children())
 
     def sharded(self) -> Mapping[str, tuple[materialize.Weights, Sequence[str]]]:
-        """With teacher_device_strategy balanced, the teacher, whose weights are sharded."""
+        """Returns the teacher if teacher_device_strategy is balanced: its weights are then sharded."""
         if not (self.config.online and self.config.teacher_device_strategy == "balanced"):
             return {}
         in_float32 = float32_names(build_meta(self.setup.teacher_config))
@@ -111,7 +111,7 @@ class Regression:
         return kind(self._samples, self.setup.text)
 
     def remarks(self) -> list[str]:
-        """Notes for the user on the student."""
+        """Returns notes about the student for the user."""
         setup = self.setup
         student, teacher = (num_weights(config) for config in (setup.student.config, setup.teacher_config))
         teacher *= len(setup.teacher.transformers)
@@ -136,23 +136,23 @@ class Regression:
         return DistillationLoss(weights, setup.rollout_spec, self._teacher, empty, layers, over_ranks)
 
     def loss(self, model: Any, batch: Any, noise: Noise) -> Loss:
-        """The weighted sum of the losses: the mean over each sample's elements, summed over samples."""
+        """Returns the weighted sum of the losses: means over each sample's elements, summed over samples."""
         assert self._samples is not None
         data = batch["data"] if "data" in batch else stacked(self._samples, batch["number"])
         return self._loss.loss(model, batch, data, noise, self._recipe.compute_dtype(model, data))
 
     def student(self, model: Any) -> Experts:
-        """The student, to sample from."""
+        """Returns the student, to sample from."""
         student: Experts = model
         return student
 
     def metrics(self, student: Experts, batch: Mapping[str, Any], text: Tensor) -> dict[str, Any]:
-        """The error of the velocity, which is also the evaluation loss."""
+        """Returns the error of the velocity, which is also the evaluation loss."""
         metrics = velocity_metrics(self.setup, student, batch, text)
         return {"loss": metrics["velocity_error"], **metrics}
 
     def metric_names(self) -> list[str]:
-        """The names of the scalar metrics."""
+        """Returns the names of the scalar metrics."""
         return ["loss", "velocity_error"]
 
     def export(self, model: Any, folder: Path, file_format: str | None) -> str:

@@ -38,7 +38,7 @@ class Setup(ModelPair):
         """`base_precision` is the value of that setting, which applies to the teacher's weights."""
         super().__init__(config)
         self.base_precision = base_precision
-        # prepare() sets these: the teacher's device, the run's seed, the folder of the roll-outs, the number of ranks.
+        # prepare() sets these: the teacher's device, the run's seed, the roll-outs' folder, and the number of ranks.
         self.device, self.seed, self.folder, self.num_ranks = "cpu", 0, Path(), 1
 
     # Prompts -------------------------------------------------------------------------------------------------------
@@ -50,7 +50,7 @@ class Setup(ModelPair):
 
     @cached_property
     def preview_prompts(self) -> list[str]:
-        """The prompts of previews: the user's, or some of the dataset's."""
+        """The prompts for previews: the user's, or some of the dataset's prompts."""
         candidates = self.prompts.held_out or self.prompts.train
         number = min(self.config.num_previews, len(candidates))
         evenly_spaced = [candidates[index * len(candidates) // number] for index in range(number)]
@@ -73,7 +73,7 @@ class Setup(ModelPair):
         return Cache(self.folder, [], settings, list(dict.fromkeys(prompts)))
 
     def text(self, prompt: str) -> Tensor:
-        """The text embedding of a prompt, [text length, width]."""
+        """Returns the text embedding of a prompt, [text length, width]."""
         return pad(self.text_cache.text(prompt), self.encoders.text_length)
 
     # Roll-outs: the teacher's samples -------------------------------------------------------------------------------
@@ -104,7 +104,7 @@ class Setup(ModelPair):
 
     @property
     def _quantised(self) -> list[str]:
-        """The part of the teacher's fingerprint for quantised weights; fp8 products also quantise activations."""
+        """Parts of the teacher's fingerprint that describe its quantisation; fp8 products quantise activations too."""
         if self.base_precision == "auto":
             return []
         has_products = self.base_precision == "fp8" and has_fp8_products(torch.device(self.device))
@@ -120,7 +120,7 @@ class Setup(ModelPair):
         return f"{kind}, compiled" if compiled else kind
 
     def _points(self, sigmas: Sequence[float]) -> tuple[int, ...]:
-        """The sampler steps to store: evenly spaced steps, or the few steps that the student takes."""
+        """Returns the sampler steps to store: evenly spaced steps, or the few steps that the student takes."""
         config = self.config
         if config.objective == "dmd2":
             return ()
@@ -130,7 +130,7 @@ class Setup(ModelPair):
         return tuple(index * len(sigmas) // number for index in range(number))
 
     def rollouts(self, split: str, refresh: int = 0) -> Rollouts:
-        """The roll-outs of a split (train, eval, preview); training roll-outs change with each refresh."""
+        """Returns the roll-outs of a split (train, eval, preview); each refresh has new training roll-outs."""
         folder, config = self.folder / "rollouts", self.config
         if split == "train":
             sharded = refresh > 0 and config.teacher_device_strategy == "balanced"  # a sharded teacher is not compiled
@@ -145,19 +145,19 @@ class Setup(ModelPair):
 
     @property
     def splits(self) -> Sequence[str]:
-        """The splits whose samples the teacher generates; the teacher's time is measured on the first one."""
+        """The splits for which the teacher generates samples; the first one is used to measure the teacher's time."""
         held_out = ["eval"] if self.prompts.held_out else []
         return [*held_out, "preview"] if self.config.objective == "dmd2" else ["train", *held_out, "preview"]
 
     @property
     def times_file(self) -> Path:
-        """The file with the teacher's seconds per sample; each kind of machine and number of ranks has its own."""
+        """The file with the teacher's seconds per sample, separate for each kind of machine and number of ranks."""
         name = torch.cuda.get_device_name(self.device) if self.device.startswith("cuda") else "cpu"
         key = combined("median", self.rollouts(self.splits[0]).key, name, torch.get_num_threads(), self.num_ranks)
         return self.folder / f"seconds_{key[:16]}.json"
 
     def teacher_time(self) -> SampleTime | None:
-        """The teacher's time per sample; None when it was not measured."""
+        """The teacher's time per sample; None if it was not measured."""
         try:
             measured = json.loads(self.times_file.read_text())
             seconds, blocks = measured["seconds_per_sample"], measured["blocks"]
@@ -170,25 +170,25 @@ class Setup(ModelPair):
 
     @property
     def pruning_plan_file(self) -> Path:
-        """The file with the plan of which teacher weights the student starts from."""
+        """The file that contains `pruning_plan`."""
         parts: list[Any] = [self.fingerprint, self.student.config, self.config.layers, self.student.factor, self.seed]
-        if self.config.layers == "importance":  # measured on the preview samples
+        if self.config.layers == "importance":  # the plan depends on the preview samples, on which it is measured
             parts.append(self.rollouts("preview").key)
         return self.folder / f"inheritance_{combined(*parts)[:16]}.json"
 
     def pruning_plan(self) -> PruningPlan:
-        """The plan of which teacher weights the student starts from."""
+        """Reads the plan that says which of the teacher's weights the student starts from."""
         return PruningPlan(**json.loads(self.pruning_plan_file.read_text()))
 
     def has_pruning_plan(self) -> bool:
-        """Whether the plan's file exists and is valid; a damaged file counts as missing."""
+        """Whether the plan's file exists and is valid; a damaged file is treated like a missing one."""
         try:
             return is_valid(self.pruning_plan(), self.teacher_config, self.student.config)
         except _DAMAGED:
             return False
 
     def student_scheduler(self) -> tuple[Any, int]:
-        """The student's scheduler and its number of steps."""
+        """Returns the student's scheduler and its number of steps."""
         config = self.config
         sampler, steps = config.teacher_sampler, config.teacher_steps
         if config.few_step_weight or config.objective == "dmd2":

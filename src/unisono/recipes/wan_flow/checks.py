@@ -21,7 +21,7 @@ _FINITE = ("logit_mean", "logit_std", "mode_scale", "guidance")
 
 
 def check_config(config: Any) -> None:
-    """Raises ConfigError for values out of range and settings that contradict each other."""
+    """Raises ConfigError if a value is out of range or if settings contradict each other."""
     check_paths(config, _PATHS)
     check_range(config, _AT_LEAST, _AT_MOST)
     for name in _FINITE:

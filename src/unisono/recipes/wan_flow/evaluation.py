@@ -28,7 +28,7 @@ def loss_by_level(
     mask: Tensor | None = None,
     condition: Condition | None = None,
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """The loss at evenly spaced quantiles of the noise levels, as a curve and as its mean."""
+    """Computes the loss at evenly spaced quantiles of the noise levels; returns it as a curve and as a mean."""
     draws, levels = noise.normal(*latent.shape[1:]), flow.levels_for(latent)
     losses, sigmas, cosines = [], [], []
     for number in range(num_levels):
@@ -56,10 +56,10 @@ def shape_metrics(
     noise: Noise,
     condition: Condition | None = None,
 ) -> dict[str, tuple[Tensor, int]]:
-    """The number of generated samples that show the colour and the shape named in their caption.
+    """Generates samples, and counts those that show the colour and the shape named in their captions.
 
-    For an image-to-video model, also returns the number of samples that move as their caption says, and the error of
-    the first frame.
+    For an image-to-video model, also counts the samples that move as their captions say, and returns the error of the
+    first frame.
     """
     from unisono.recipes.wan.tiny.classifier import recognised
     from unisono.recipes.wan.tiny.motion import first_frame_errors, moves

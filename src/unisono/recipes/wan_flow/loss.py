@@ -1,10 +1,10 @@
 """The flow-matching loss of a micro-batch.
 
-A sample's loss is the mean over its elements, so that a video counts as much as an image; the engine then averages over
-samples. Every random number is drawn per sample, so the loss of a sample does not depend on its batch or rank.
+A sample's loss is the mean over its elements, so a video counts as much as an image; the engine then averages over
+samples. All random numbers are drawn per sample, so the loss of a sample does not depend on its batch or rank.
 
-With masks, each element is weighted, and the engine divides by the sum of the samples' mean weights instead of the
-number of samples: the loss of a step is the weighted mean over its global batch, however that is divided.
+With masks, each element is weighted, and the engine divides by the sum of the samples' mean weights instead of by the
+number of samples: the loss of a step is the weighted mean over the global batch, however it is divided between ranks.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class FlowLoss:
     high: float
     """The range of noise levels to train."""
     shift_by_size: bool = False
-    """Derive the shift from each sample's size."""
+    """Whether to derive the shift from each sample's size."""
     spatial_factor: int = 8
-    """Pixels along a side of one latent position."""
+    """Side length, in pixels, of a latent position."""
     caption_dropout: float = 0.0
     first_frame: float = 0.0
     """Probability that a video's first frame is a condition instead of a target."""
     unmasked_weight: float = 0.0
-    """Weight of the elements where the mask is 0."""
+    """Weight of elements where the mask is 0."""
 
     def loss(
         self,
@@ -53,7 +53,7 @@ class FlowLoss:
         mask: Tensor | None = None,
         condition: Condition | None = None,
     ) -> Loss:
-        """The mean squared error of the velocity, summed over samples; see `errors` for mask and condition."""
+        """Returns the mean squared error of the velocity, summed over samples; for the arguments, see `errors`."""
         chance = noise.uniform(3, dtype=torch.float64)
         sigma = self.levels_for(latent).within(chance[:, 0], self.low, self.high).to(latent.dtype)
         dropped = chance[:, 1] < self.caption_dropout
@@ -66,7 +66,7 @@ class FlowLoss:
         return Loss(errors.sum(), weights.sum(), {name: (value, len(errors)) for name, value in metrics.items()})
 
     def levels_for(self, latent: Tensor) -> NoiseLevels:
-        """The distribution of noise levels for samples of this size."""
+        """Returns the distribution of noise levels for samples of this size."""
         if not self.shift_by_size:
             return self.levels
         height, width = latent.shape[3] * self.spatial_factor, latent.shape[4] * self.spatial_factor
@@ -83,10 +83,10 @@ class FlowLoss:
         mask: Tensor | None = None,
         condition: Condition | None = None,
     ) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
-        """The mean squared error of each sample, [batch], its weight, and metrics summed over samples.
+        """Returns the mean squared error of each sample, [batch], its weight, and metrics summed over samples.
 
         `conditioned` [batch] marks the samples whose first frame is a condition (TI2V). `mask` [batch, 1, f, h, w]
-        weights the elements; the weight of a sample is then their mean weight. Without a mask it is None.
+        weights the elements; the weight of a sample is then the mean weight of its elements, and None without a mask.
         `condition` holds the given frames of an image-to-video model.
         """
         noisy, target, times = noised(latent, draws, sigma), velocity(latent, draws), None
@@ -96,7 +96,7 @@ class FlowLoss:
         predicted = model(noisy, sigma, text, times, condition).to(target.dtype)  # the loss is computed in float32
         if conditioned is None and mask is None:
             errors, weights = (predicted - target).square().flatten(1).mean(1), None
-        else:  # the first frame of a conditioned sample does not count in the loss
+        else:  # excludes the first frame of conditioned samples from the loss
             counted = torch.ones_like(target[:, :1])
             if conditioned is not None:
                 counted[:, :, 0] = (~conditioned).to(counted.dtype)[:, None, None, None]
@@ -109,7 +109,7 @@ class FlowLoss:
             weights = None if mask is None else weight.flatten(1).sum(1) / num_counted
             predicted, target = predicted * weight, target * weight
         flat_predicted, flat_target = predicted.detach().flatten(1), target.flatten(1)
-        norms = flat_target.norm(dim=1).clamp_min(torch.finfo(target.dtype).tiny)  # a mask may leave nothing to predict
+        norms = flat_target.norm(dim=1).clamp_min(torch.finfo(target.dtype).tiny)  # a mask may exclude all elements
         metrics = {
             "velocity_cosine": F.cosine_similarity(flat_predicted, flat_target).sum(),
             "velocity_norm": flat_predicted.norm(dim=1).div(norms).sum(),
@@ -121,7 +121,7 @@ class FlowLoss:
 def with_first_frame(
     noisy: Tensor, latent: Tensor, sigma: Tensor, conditioned: Tensor, patch: tuple[int, int, int]
 ) -> tuple[Tensor, Tensor]:
-    """Removes the noise from the first frame of `conditioned` samples; also returns timesteps, [batch, tokens]."""
+    """Removes the noise from the first frame of `conditioned` samples; also returns their timesteps [batch, tokens]."""
     noisy = noisy.clone()
     noisy[:, :, 0] = torch.where(conditioned[:, None, None, None], latent[:, :, 0], noisy[:, :, 0])
     frames, height, width = (side // part for side, part in zip(latent.shape[2:], patch, strict=True))

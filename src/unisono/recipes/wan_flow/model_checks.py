@@ -1,4 +1,4 @@
-"""Checks that need the model's configuration or weights. They run before encoding, which may take hours."""
+"""Checks that need the model's configuration or weights; they run before encoding, which may take hours."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def check_model(setup: Setup) -> None:
 
 
 def check_given_frames(setup: Setup) -> None:
-    """Raises ConfigError if the model does not support the condition, or if it leaves no frames to generate."""
+    """Raises ConfigError if the model does not support the condition, or if no frames are left to generate."""
     config, kind = setup.config, setup.condition
     if not kind.has_channels:
         if config.condition == "none" and config.first_frame:
@@ -51,7 +51,7 @@ def check_given_frames(setup: Setup) -> None:
 
 
 def check_weights(setup: Setup, name: str, transformer: Any) -> None:
-    """Raises ConfigError for weights of another architecture, or for a LoRA that does not fit the transformer."""
+    """Raises ConfigError if the weights or the LoRA do not fit the transformer."""
     config = setup.config
     if setup.pretrained is not None:
         check_fit(transformer, setup.weight_files[name])
@@ -64,9 +64,9 @@ def check_weights(setup: Setup, name: str, transformer: Any) -> None:
 
 
 def lora_targets(config: Any, transformer: Any = None) -> list[str]:
-    """Name endings of the layers that get a LoRA: those in the settings, or all projections of the blocks.
+    """Returns the name endings of the layers that get a LoRA: the user's, or all projections in the blocks.
 
-    With a `transformer` that has projections of image embeddings, the default includes these projections.
+    If `transformer` has projections of image embeddings, the default includes these projections.
     """
     chosen = [target.strip() for target in config.lora_targets.split(",") if target.strip()]
     has_image = transformer is not None and transformer.config.added_kv_proj_dim

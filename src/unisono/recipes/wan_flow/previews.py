@@ -1,4 +1,4 @@
-"""Previews: samples that the model generates from fixed captions and fixed noise, as images and videos."""
+"""Generates previews: images and videos from fixed captions and fixed noise."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from unisono.recipes.wan.sample import sample
 if TYPE_CHECKING:
     from unisono.recipes.wan_flow.recipe import WanFlow
 
-_NOISE = 0x9E37  # key of the previews' noise: the same in all runs
-_ACROSS = 8  # frames of a video in a row of the grid
-_AUTO_SHIFT = 3.0  # the scheduler's shift when the training shift follows each sample's size
+_NOISE = 0x9E37  # key of the previews' noise, the same in all runs
+_ACROSS = 8  # frames per video in the grid
+_AUTO_SHIFT = 3.0  # the scheduler's shift if the training shift is auto
 
 
 class _Request(NamedTuple):
@@ -30,7 +30,7 @@ class _Request(NamedTuple):
 
     caption: str
     like: Tensor
-    """A latent of the size to generate."""
+    """A latent with the shape to generate."""
     text: Tensor
     """The text embedding of the caption."""
     condition: Condition | None
@@ -38,7 +38,7 @@ class _Request(NamedTuple):
 
 
 def previews(recipe: WanFlow, model: Experts) -> Mapping[str, Any] | None:
-    """Files by name: one image with a grid of all previews, their captions, and each video as MP4."""
+    """Generates the previews; returns files by name: a grid of all previews, their captions, and each video as MP4."""
     from unisono.recipes.wan.data.render import grid
 
     encoders = recipe.setup.encoders
@@ -69,16 +69,16 @@ def previews(recipe: WanFlow, model: Experts) -> Mapping[str, Any] | None:
     for number, (*given, frames) in enumerate(rows):
         if len(frames) > 1:
             video = torch.cat([*(picture.expand_as(frames) for picture in given), frames], dim=2)
-            # With fps 0 each video has its own frame rate, so previews use a default.
+            # With fps 0, the training videos have different frame rates, so previews use a default.
             files[f"sample_{number:02d}.mp4"] = mp4(video, recipe.config.fps or FPS)
     return files
 
 
 def given_frames(recipe: WanFlow, vae: WanVae, condition: Condition) -> list[Tensor]:
-    """The given frames of one sample as the VAE encodes them, uint8 [1, H, W, 3] each."""
+    """Decodes the given frames of one sample from their latents, uint8 [1, H, W, 3] each."""
     latent = condition.channels[:, vae.geometry.temporal_factor :]
     if recipe.setup.condition.num_frames == 1:
-        return [decoded_frames(vae, latent[:, :, :1])[0]]  # a first latent frame is decoded without the others
+        return [decoded_frames(vae, latent[:, :, :1])[0]]  # the first latent frame can be decoded without the others
     frames = decoded_frames(vae, latent)[0]
     return [frames[:1], frames[-1:]]
 

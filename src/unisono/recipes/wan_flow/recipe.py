@@ -53,15 +53,15 @@ class WanFlow(WanRecipe):
 
     @classmethod
     def presets(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Defaults for the tiny model on a CPU, and for a LoRA."""
+        """Returns the defaults for the tiny model on a CPU and for a LoRA."""
         model = str(values["model_config"]).lower()
         if model in TINY_NAMES:
             tiny = settings.TINY if model == "tiny" else settings.TINY_I2V
             excluded = set()
-            if values["num_epochs"] is not None:  # the user has set the length of the run
+            if values["num_epochs"] is not None:  # the user has chosen the length of the run in epochs
                 excluded.add("max_steps")
             if values["dataset_path"] not in (cls.Config.dataset_path, tiny["dataset_path"]):
-                excluded.add("num_previews")  # the default number of previews suits only the small shapes
+                excluded.add("num_previews")  # the preset's number of previews suits only the small built-in shapes
             return {name: value for name, value in tiny.items() if name not in excluded}
         return settings.LORA if values["lora_rank"] or values["lora_path"] else {}
 
@@ -95,7 +95,7 @@ class WanFlow(WanRecipe):
         return prompts_in(self.config.preview_prompts, "preview_prompts")
 
     def check_settings(self, settings: Settings) -> None:
-        """Rejects cuda_graph with two experts, because the samples that each expert gets change from step to step."""
+        """Rejects cuda_graph with two experts, because each expert gets other samples in every step."""
         super().check_settings(settings)
         if settings.precision.cuda_graph and len(self.setup.trained) > 1:
             raise ConfigError(
@@ -104,7 +104,7 @@ class WanFlow(WanRecipe):
             )
 
     def metric_names(self) -> Collection[str]:
-        """The loss and the cosine of the velocity; for the built-in shapes, also the accuracy of generated samples."""
+        """Returns the names of the evaluation metrics; only the built-in shapes have metrics of generated samples."""
         config, shapes = self.config, self.config.dataset_path == "shapes"
         if not (shapes or config.num_eval or config.eval_dataset_path):
             return ()
@@ -118,7 +118,7 @@ class WanFlow(WanRecipe):
         from unisono.recipes.wan_flow.data.folder import check_paths_exist
         from unisono.recipes.wan_flow.model_checks import check_model
 
-        self.prepared = work.folder  # set here for callers that run prepare() without the engine
+        self.prepared = work.folder  # set here too, for callers that run prepare() without the engine
         check_paths_exist(self.config)
         check_model(self.setup)
         self._base_to_record = self._lora_base and self._lora_base.for_one_process(work)
@@ -132,7 +132,7 @@ class WanFlow(WanRecipe):
         from unisono.recipes.common.lora_base import LoraBase
 
         setup = self.setup
-        if not setup.is_lora or setup.pretrained is None or self.prepared is None:  # all weights are in the checkpoint
+        if not setup.is_lora or setup.pretrained is None or self.prepared is None:  # no base weights to compare
             return None
         parts = (setup.pretrained.transformers[name] for name in setup.trained)
         base = LoraBase(self.prepared, parts, self.base_precision)
@@ -140,7 +140,7 @@ class WanFlow(WanRecipe):
         return base
 
     def model(self) -> nn.Module:
-        """The transformer, or the two experts; on the meta device when their weights come from files."""
+        """Builds the transformer or the two experts; on the meta device if their weights come from files."""
         from unisono.recipes.wan.models.experts import Experts
         from unisono.recipes.wan.models.load import build, build_meta
 
@@ -169,23 +169,26 @@ class WanFlow(WanRecipe):
             add_lora(transformer, config.lora_rank, config.lora_alpha, targets, **options)
 
     def weights(self, model: nn.Module) -> Weights | None:
-        """The pretrained weights, read from their files row by row; None when training from scratch."""
+        """Returns the pretrained weights, read from their files row by row; None when training from scratch."""
         from unisono.recipes.wan.models.weights import ExpertWeights
 
         _ = self._lora_base  # checks the base again: a run may be exported long after prepare()
         return None if self.setup.pretrained is None else ExpertWeights(self.setup.weight_files)
 
     def frozen_linears(self, part: str, module: nn.Module) -> Sequence[str] | None:
-        """The linear layers in the transformer blocks. Excludes encoders, because a cache must not change outputs."""
+        """Returns the linear layers in the transformer blocks.
+
+        The encoders are never quantised, so that embeddings are the same with and without a cache.
+        """
         return None if part == "model" else ()
 
     @property
     def predicts_memory(self) -> bool:
-        """False without a cache, because the memory of the encoders is not predicted."""
+        """Returns False without a cache, because the prediction does not include the encoders."""
         return not self.config.no_cache
 
     def frozen(self) -> Mapping[str, nn.Module]:
-        """The VAE, the text encoder, and the image encoder of a model that has one, when there is no cache."""
+        """Returns the VAE, the text encoder and the image encoder (if any) when there is no cache."""
         if not self.config.no_cache:
             return {}
         encoders = self.setup.encoders
@@ -197,7 +200,7 @@ class WanFlow(WanRecipe):
         return modules
 
     def dataset(self, split: str) -> Any:
-        """Latents and text embeddings or, without a cache, frames and captions."""
+        """Returns a dataset of latents and text embeddings or, without a cache, of frames and captions."""
         from unisono.recipes.wan.checks import check_positions, check_tokens
 
         data = self.data.dataset(split)
@@ -213,7 +216,7 @@ class WanFlow(WanRecipe):
         return data
 
     def example(self) -> Any:
-        """A sample of the largest size that the settings allow."""
+        """Returns a sample of the largest size that the settings allow."""
         import torch
 
         from unisono.recipes.wan.condition.image_encoder import IMAGE_TOKENS
@@ -221,7 +224,7 @@ class WanFlow(WanRecipe):
 
         config, encoders = self.config, self.setup.encoders
         flow, geometry = self.setup.flow, encoders.geometry
-        # Fill the cache of these values now, because a memory prediction has no numbers to bisect.
+        # Compute and cache these values now: they need real numbers, which a memory prediction does not have.
         flow.levels.cdf(flow.low), flow.levels.cdf(flow.high)
         pixels = config.height * config.width or config.max_pixels
         height = config.height or int(pixels**0.5)
@@ -248,7 +251,7 @@ class WanFlow(WanRecipe):
         return collated(items)
 
     def _encoded(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """The batch's latents [batch, C, f, h, w] and text embeddings [batch, length, width]."""
+        """Returns the batch's latents [batch, C, f, h, w] and text embeddings [batch, length, width]."""
         import torch
 
         if "latent" in batch:
@@ -256,7 +259,7 @@ class WanFlow(WanRecipe):
         return self._vae.encode_frames(batch["frames"]), torch.stack(self._embeddings(batch["caption"]))
 
     def _embeddings(self, captions: Sequence[str]) -> list[Tensor]:
-        """The text embedding of each caption, [text length, width], computed by the frozen text encoder."""
+        """Computes the text embedding of each caption, [text length, width], with the frozen text encoder."""
         from unisono.recipes.wan.models.text import pad
 
         length = self.setup.encoders.text_length
@@ -268,7 +271,7 @@ class WanFlow(WanRecipe):
         return latent, text.to(self.compute_dtype(model, latent))
 
     def _condition(self, batch: Mapping[str, Any], dtype: torch.dtype | None = None) -> Condition | None:
-        """The given frames of an image-to-video model, with embeddings in `dtype`; None for other models."""
+        """Returns the condition of an image-to-video model, with embeddings in `dtype`; None for other models."""
         import torch
 
         from unisono.recipes.wan.condition.inputs import Condition, condition_channels
@@ -286,13 +289,13 @@ class WanFlow(WanRecipe):
         return Condition(channels, None if image is None else image.to(dtype=dtype))
 
     def encoded_sample(self, item: Mapping[str, Any]) -> tuple[Tensor, Tensor, Condition | None]:
-        """The latent, the text embedding and the condition of one sample of a dataset; the condition has one row."""
+        """Returns the latent, the text embedding and the condition (with one row) of one sample of a dataset."""
         batch = self.collate([item])
         latent, text = self._encoded(batch)
         return latent[0], text[0], self._condition(batch)
 
     def text(self, caption: str) -> Tensor:
-        """The text embedding of a caption, [text length, width]."""
+        """Returns the text embedding of a caption, [text length, width]."""
         cached = self.data.text(caption)
         return cached if cached is not None else self._embeddings([caption])[0]
 
@@ -300,12 +303,12 @@ class WanFlow(WanRecipe):
     def _no_caption(self) -> dict[Any, Tensor]:
         """The embedding of the empty caption (key None), and copies of it, keyed by device and dtype.
 
-        A copy is never freed: a recorded step (`cuda_graph`) reads from the same memory each time.
+        Copies are never freed, because a recorded step (`cuda_graph`) reads from the same memory in every replay.
         """
         return {None: self.text("")}
 
     def without_caption(self, like: Tensor) -> Tensor:
-        """The embedding of the empty caption, on the device and in the dtype of `like`."""
+        """Returns the embedding of the empty caption, on the device and in the dtype of `like`."""
         if self.is_estimate or (not self.config.caption_dropout and self.config.guidance == 1):
             return like.new_zeros(like.shape[-2:])
         copies = self._no_caption
@@ -314,7 +317,7 @@ class WanFlow(WanRecipe):
         return copies[like.device, like.dtype]
 
     def flops(self, batch: Any) -> float | None:
-        """The transformer's operations on a batch of cached latents; None if the step encodes the batch."""
+        """Returns the number of the transformer's operations for a batch; None without a cache."""
         from unisono.recipes.wan.flops import forward_flops, training_flops
 
         if "latent" not in batch:
@@ -326,7 +329,7 @@ class WanFlow(WanRecipe):
         return training_flops(forward, lora=self.setup.is_lora)
 
     def loss(self, model: nn.Module, batch: Any, noise: Noise) -> Loss:
-        """The squared error of the velocity: the mean over each sample's elements, summed over samples."""
+        """Returns the squared error of the velocity: the mean over each sample's elements, summed over samples."""
         latent, text = self._inputs(model, batch)
         if self._base_to_record is not None and not self.is_estimate:
             self._base_to_record.record()
@@ -335,7 +338,7 @@ class WanFlow(WanRecipe):
         return self.setup.flow.loss(model, latent, text, *inputs)  # type: ignore[arg-type]
 
     def evaluate(self, model: nn.Module, batch: Any, noise: Noise) -> Mapping[str, Any]:
-        """The loss at fixed noise levels; for the built-in shapes, also the accuracy of generated samples."""
+        """Returns the loss at fixed noise levels; for the built-in shapes, also the accuracy of generated samples."""
         from unisono.recipes.wan_flow.evaluation import loss_by_level, shape_metrics
 
         latent, text = self._inputs(model, batch)
@@ -347,7 +350,7 @@ class WanFlow(WanRecipe):
         return {**metrics, **shape_metrics(self, model, batch, text, noise, condition)}  # type: ignore[arg-type]
 
     def preview(self, model: nn.Module, step: int) -> Mapping[str, Any] | None:
-        """Samples that the model generates from some captions, always from the same noise."""
+        """Generates samples from some captions, always from the same noise."""
         from unisono.recipes.wan_flow.previews import previews
 
         return previews(self, model)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Derives the model of a run from the settings: the initial weights, the transformers to train, the objective."""
+"""Derives a run's model and objective from the settings: initial weights, transformers to train, noise levels."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ class Setup:
 
     @property
     def model_name(self) -> str:
-        """The value of model_config in lower case; empty when model_path is given."""
+        """The value of model_config in lower case; empty if model_path is given."""
         return (self.config.model_config or "").lower()
 
     @cached_property
     def pretrained(self) -> WanFolder | None:
-        """The model at model_path; None when the run trains from scratch."""
+        """The model at model_path; None if the run trains from scratch."""
         if not self.config.model_path:
             return None
         folder = describe(self.config.model_path)
         if self.config.expert == "low" and list(folder.transformers) == [HIGH] and not _is_whole_model(folder):
-            # The file of a single expert does not say which expert it is, so the user's setting decides.
+            # A file with a single expert does not say which expert it is, so the setting expert decides.
             return replace(folder, transformers={LOW: folder.transformers[HIGH]})
         return folder
 
@@ -72,7 +72,7 @@ class Setup:
 
     @cached_property
     def boundary(self) -> float | None:
-        """The noise level at which the high-noise expert hands over to the low-noise one; None for one transformer."""
+        """The noise level that divides the high-noise and the low-noise expert; None for a single transformer."""
         if self.pretrained is not None:
             return self.pretrained.boundary_ratio if len(self.pretrained.transformers) > 1 else None
         return BOUNDARIES.get(self.model_name)
@@ -86,7 +86,7 @@ class Setup:
 
     @cached_property
     def weight_files(self) -> dict[str, Weights]:
-        """The files of the pretrained weights, by transformer."""
+        """The pretrained weights of each transformer."""
         assert self.pretrained is not None
         return {name: open_weights(self.pretrained.transformers[name]) for name in self.trained}
 
@@ -112,7 +112,7 @@ class Setup:
         shift = 1.0 if by_size else float(config.shift)
         levels = NoiseLevels(config.sigma_sampling, config.logit_mean, config.logit_std, config.mode_scale, shift)
         parts, boundary = self.trained, self.boundary
-        if boundary is None and config.expert != "both":  # the file contains only one of two experts
+        if boundary is None and config.expert != "both":  # the user's file contains only one of two experts
             parts, boundary = parts_to_train((HIGH, LOW), config.expert), boundary_for(self.transformer)
         low, high = levels_of(parts, boundary)
         factor = self.encoders.geometry.spatial_factor
@@ -130,7 +130,7 @@ class Setup:
 
     @property
     def has_token_times(self) -> bool:
-        """Whether the model takes a timestep per token (TI2V), so that the first frame can be noise-free."""
+        """Whether the model takes one timestep per token (TI2V), so the first frame can be noise-free."""
         if self.pretrained is None and int(self.transformer["in_channels"]) == _TI2V_CHANNELS:
             return True
         parts = describe(self.config.parts_path, "parts_path") if self.config.parts_path else None
@@ -138,5 +138,5 @@ class Setup:
 
 
 def _is_whole_model(folder: WanFolder) -> bool:
-    """Whether a folder holds a whole model and not one of two experts."""
+    """Whether a folder holds a whole model, not just one of two experts."""
     return folder.kind == "pipeline" or folder.expand_timesteps

@@ -69,9 +69,9 @@ def add_lora(
     """Adds a LoRA, initially without effect, to the layers whose names end in one of `targets`; freezes all else.
 
     The LoRA's weights are allocated and initialised even if the model is on the meta device (unless `initialise` is
-    False). Their random values depend only on the layers' names, not on how the model was built. `kind` selects LoRA,
-    DoRA or LoKr. A transformer can have several plain LoRAs with different names (`adapter`), of which only the last
-    one added is active.
+    False). Their random values depend on the seed and the layers' names, not on how the model was built. `kind` selects
+    LoRA, DoRA or LoKr. A transformer can have several plain LoRAs with different names (`adapter`), of which only the
+    last one added is active.
     """
     if not 0 < rank <= _LARGEST_RANK:
         raise ConfigError(f"lora_rank: expected a whole number from 1 to {_LARGEST_RANK}, got {rank}")

@@ -127,7 +127,7 @@ def tiny_text_encoder() -> UMT5EncoderModel:
     config = transformers.UMT5Config(
         vocab_size=len(tiny_tokenizer()), d_model=_TEXT_DIM, d_kv=16, d_ff=128, num_layers=2, num_heads=4
     )
-    with torch.random.fork_rng(devices=[]):  # PyTorch's random numbers differ between machines in the last bits
+    with torch.random.fork_rng(devices=[]):  # these random weights, whose last bits depend on the machine, are replaced
         untyped: Any = transformers.UMT5EncoderModel  # its constructor has types only in some versions
         encoder = untyped(config)
     with torch.no_grad():
@@ -146,7 +146,7 @@ def tiny_pipeline_parts() -> PipelineParts:
 
 
 def _uniform(name: str, shape: torch.Size) -> Tensor:
-    """Draws uniform numbers of mean 0 and variance 1. Normal numbers need logarithms, which machines round differently."""
+    """Draws uniform numbers of mean 0 and variance 1. Normal ones need logarithms, which machines round differently."""
     bits = random_bits(key_of(crc32(name.encode())), torch.arange(shape.numel()))
     return ((to_unit(bits, torch.float32) - 0.5) * math.sqrt(12)).view(shape)
 

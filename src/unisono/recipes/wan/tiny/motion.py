@@ -32,7 +32,7 @@ def moves(frames: Tensor, directions: Tensor) -> Tensor:
 def first_frame_errors(vae: WanVae, frames: Tensor, given: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the mean absolute errors of each clip's first frame and of the VAE's reconstruction, [samples] each.
 
-    Both are relative to the given frame; pixel values range from -1 to 1. `given` holds the given frames, uint8
+    Both are compared with the given frame; pixel values range from -1 to 1. `given` holds the given frames, uint8
     [samples, 1 or 2, H, W, 3].
     """
     expected = given[:, 0].permute(0, 3, 1, 2).float().cpu() / 127.5 - 1

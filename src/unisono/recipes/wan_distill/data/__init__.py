@@ -1,1 +1,1 @@
-"""Prompts, the teacher's roll-outs on disk, and datasets of them."""
+"""Prompts, the teacher's roll-outs on disk, and the datasets made from them."""

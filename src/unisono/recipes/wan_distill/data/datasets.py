@@ -1,4 +1,4 @@
-"""Datasets of the teacher's samples."""
+"""Datasets for training and evaluating a student, from prompts and the teacher's samples."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Item = dict[str, Any]
 
 
 class RolloutDataset(Dataset[Item]):
-    """Training samples with the teacher's stored velocities: each sample occurs once per stored noise level."""
+    """Training items with the teacher's stored velocities: one item per sample and stored noise level."""
 
     def __init__(self, samples: Samples, embed: Embed) -> None:
         self._samples, self._embed = samples, embed
@@ -38,7 +38,7 @@ class RolloutDataset(Dataset[Item]):
 
 
 class OnlineDataset(Dataset[Item]):
-    """Training items for an online teacher: the number of each sample, whose content changes at every refresh."""
+    """Training items for an online teacher: only the sample's number, because every refresh replaces the samples."""
 
     def __init__(self, samples: Samples, embed: Embed) -> None:
         self._prompts, self._embed = [prompt for prompt, _ in samples.items], embed
@@ -67,7 +67,7 @@ class EvalDataset(Dataset[Item]):
     """Held-out samples, each with its starting noise and the teacher's velocities at the noise levels of the spec."""
 
     def __init__(self, samples: Samples, embed: Embed, *, has_labels: bool) -> None:
-        """`has_labels`: whether the prompts name built-in shapes, so that generated samples can be classified."""
+        """`has_labels`: whether the prompts describe built-in shapes, so generated samples can be classified."""
         self.samples, self._embed = samples, embed
         self._labels = labels([prompt for prompt, _ in samples.items]) if has_labels else [None] * len(samples)
 
@@ -85,6 +85,6 @@ class EvalDataset(Dataset[Item]):
 
 
 def stacked(samples: Samples, numbers: Tensor) -> Tensor:
-    """The samples with these numbers, [batch, C, f, h, w], on the device of `numbers`."""
+    """Stacks the samples with these numbers, [batch, C, f, h, w], on the device of `numbers`."""
     on_host: list[int] = numbers.tolist()
     return torch.stack([samples.data(number) for number in on_host]).to(numbers.device)

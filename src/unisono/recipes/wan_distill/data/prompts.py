@@ -25,7 +25,7 @@ class Prompts:
 
 
 def prompts_of(data_path: str, eval_data_path: str | None, num_eval: int | None) -> Prompts:
-    """The distinct prompts that the settings name."""
+    """Reads the prompts that the settings name, without duplicates, and splits them into training and held-out ones."""
     is_built_in = data_path == BUILT_IN
     train, remarks = ([*_of_shapes()], []) if is_built_in else read_prompts(data_path, "data_path")
     if eval_data_path:
@@ -59,7 +59,7 @@ def prompts_of(data_path: str, eval_data_path: str | None, num_eval: int | None)
 
 
 def read_prompts(path: str, setting: str) -> tuple[list[str], list[str]]:
-    """The distinct non-empty lines of a text file, and remarks for the user."""
+    """Returns the non-empty lines of a text file without duplicates, and remarks for the user."""
     file = Path(path).expanduser()
     try:
         if not file.is_file():
@@ -81,7 +81,7 @@ def read_prompts(path: str, setting: str) -> tuple[list[str], list[str]]:
 
 
 def _of_shapes() -> dict[str, bool]:
-    """Every wording of every colour and shape; True for the one wording of each pair that may be held out."""
+    """Returns all wordings of all colours and shapes; True marks each pair's single wording that may be held out."""
     return {
         wording.format(colour=colour, shape=shape): number == (first + second) % len(WORDINGS)
         for first, colour in enumerate(COLOURS)
@@ -91,7 +91,7 @@ def _of_shapes() -> dict[str, bool]:
 
 
 def unknown_to_tiny(prompts: Sequence[str]) -> str | None:
-    """A warning about prompts that the tiny teacher was not trained on; None if there are none."""
+    """Returns a warning if the tiny teacher was not trained on some of the prompts, otherwise None."""
     unknown = [prompt for prompt, label in zip(prompts, labels(prompts), strict=True) if label is None]
     if not unknown:
         return None
@@ -103,7 +103,7 @@ def unknown_to_tiny(prompts: Sequence[str]) -> str | None:
 
 
 def labels(prompts: Sequence[str]) -> list[tuple[int, int] | None]:
-    """The indices of the colour and the shape of each prompt; None for prompts not about the built-in shapes."""
+    """Returns each prompt's colour index and shape index; None for a prompt that is not about the built-in shapes."""
     pairs: list[tuple[int, int] | None] = []
     for prompt in prompts:
         words = prompt.split()

@@ -1,4 +1,4 @@
-"""Specifies how a teacher generates samples, and draws the random numbers of each sample."""
+"""Specifies how a teacher generates samples, and draws each sample's random numbers."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from unisono.data.noise import Noise
 from unisono.recipes.wan.objective import NoiseLevels
 
 _NOISE = 0xD157  # key of the teacher's random stream
-_BEGIN, _LEVELS = -1, -2  # streams of a sample besides those of its noise levels: starting noise, level offset
+_BEGIN, _LEVELS = -1, -2  # a sample's random streams for the starting noise and for the offset of its noise levels
 
 
 @dataclass(frozen=True)
 class RolloutSpec:
-    """Everything besides the prompts that the teacher's samples depend on. Roll-out file names contain its hash."""
+    """Everything except the prompts that the teacher's samples depend on; its hash is part of roll-out file names."""
 
     teacher: str
-    """Fingerprint of the teacher and its text encoder."""
+    """Fingerprint of the teacher and of its text encoder."""
     how: str
-    """The kind of device, and whether the teacher is compiled; both affect rounding."""
+    """The kind of device, and whether the teacher is compiled, because both affect rounding."""
     seed: int
     shape: tuple[int, int, int, int]
-    """Shape of a latent: channels, frames, height, width."""
+    """Shape of each latent: channels, frames, height, width."""
     sampler: str
     steps: int
     shift: float
@@ -43,9 +43,9 @@ class RolloutSpec:
     pairs: int = 0
     """Number of noise levels per sample at which the teacher's velocity is stored."""
     fixed: bool = False
-    """Use the same levels for all samples, as an evaluation does."""
+    """Whether all samples use the same noise levels, as in an evaluation."""
     points: tuple[int, ...] = ()
-    """Sampler steps to store."""
+    """Sampler steps whose points and velocities are stored."""
 
     def scheduler(self) -> Any:
         """The sampler's scheduler."""
@@ -53,21 +53,21 @@ class RolloutSpec:
 
     @cached_property
     def sigmas(self) -> list[float]:
-        """The noise levels of the sampler's steps."""
+        """Returns the noise levels of the sampler's steps."""
         scheduler = self.scheduler()
         scheduler.set_timesteps(self.steps)
         return [float(sigma) for sigma in scheduler.sigmas[: self.steps]]
 
     def initial_noise(self, prompt: str, number: int) -> Tensor:
-        """The noise that a sample starts from, [C, f, h, w]."""
+        """Returns the noise that a sample starts from, [C, f, h, w]."""
         return self.noise(torch.tensor([position_of(prompt, number, _BEGIN)]))[0]
 
     def noise(self, positions: Tensor) -> Tensor:
-        """The noise at these positions of the random stream, [batch, C, f, h, w], on the device of `positions`."""
+        """Returns the noise [batch, C, f, h, w] at these positions of the random stream, on their device."""
         return self._random(positions).normal(*self.shape, dtype=torch.float32)
 
     def level(self, prompt: str, number: int, index: int) -> Tensor:
-        """Noise level `index` of a sample: the levels are stratified, with one random offset per sample."""
+        """Returns noise level `index` of a sample; the levels are stratified, with one random offset per sample."""
         offset = 0.5
         if not self.fixed:
             offset = self._random(torch.tensor([position_of(prompt, number, _LEVELS)])).uniform(1).item()
@@ -79,21 +79,21 @@ class RolloutSpec:
 
 
 def position_of(prompt: str, number: int, level: int) -> int:
-    """The position, in the random stream, of a sample's noise at one of its levels."""
+    """Returns the position, in the random stream, of a sample's noise at one of its levels."""
     key = f"{number}\0{level}\0{prompt}".encode()
     return int.from_bytes(hashlib.sha256(key).digest()[:8], "little") >> 1
 
 
 def positions_of(samples: Sequence[tuple[str, int]], level: int) -> Tensor:
-    """The positions of several samples, [samples]; each sample is a prompt and a number."""
+    """Returns the positions of several samples, [samples]; a sample is identified by its prompt and number."""
     return torch.tensor([position_of(prompt, number, level) for prompt, number in samples])
 
 
 def scheduler_of(sampler: str, shift: float, steps: int) -> Any:
-    """A diffusers scheduler with levels shift·u / (1 + (shift − 1)·u) at evenly spaced u; the last step ends at 0.
+    """Creates a diffusers scheduler with levels shift·u / (1 + (shift − 1)·u) at evenly spaced u, and 0 as the last.
 
-    euler takes plain steps along the velocity. It differs from diffusers' own Euler scheduler, which applies the shift
-    twice to its last level, so with few steps the last step does almost nothing.
+    The sampler euler takes plain steps along the velocity. It is not diffusers' Euler scheduler, which applies the
+    shift twice to its last level: with few steps, its last step would do almost nothing.
     """
     from diffusers import UniPCMultistepScheduler
 

@@ -2,11 +2,13 @@
 
     prompt → embedding → noise of (seed, prompt, number) → the sampler's trajectory with guidance → x̂₀
 
-and, if a loss needs them, the teacher's velocities at new noise levels of x̂₀ and at points of the trajectory.
-The teacher generates samples in blocks of a fixed size, because the batch size affects the last bits; a block is never
-split, and ranks share whole blocks. A block is one file, written atomically, whose name is a hash of everything it
-depends on, including its samples: a killed run continues with the missing blocks, and any number of ranks produces the
-same bytes.
+If a loss needs them, a roll-out also contains the teacher's velocities for x̂₀ with new noise of several levels, and at
+points of the trajectory.
+
+The teacher generates samples in blocks of a fixed size, because the batch size affects the last bits; ranks divide
+whole blocks and never split a block. A block is one file, written atomically, whose name is a hash of everything that
+the block depends on, including its samples. A killed run therefore continues with the missing blocks, and any number of
+ranks produces the same bytes.
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ from unisono.recipes.wan.sample import sample
 from unisono.recipes.wan_distill.data.rollout_spec import RolloutSpec, position_of, positions_of
 from unisono.recipes.wan_distill.models.teacher import Teacher
 
-_FORMAT = 2  # part of the key, so that files of another format are ignored
-_VISIBLE_WITHIN_S = 10.0  # network file systems may show a new file late
+_FORMAT = 2  # part of the key, so files in another format are never found
+_VISIBLE_WITHIN_S = 10.0  # how long to wait for a new file, which network file systems may show late
 
 Embed = Callable[[str], Tensor]
 """Maps a prompt to its text embedding, [text length, width]."""
@@ -43,7 +45,7 @@ SampleId = tuple[str, int]
 
 
 class Rollouts:
-    """The samples of some prompts, `count` per prompt, from number `first` on."""
+    """The teacher's samples for some prompts: `count` per prompt, starting with number `first`."""
 
     def __init__(self, folder: Path, spec: RolloutSpec, prompts: Sequence[str], count: int, first: int = 0) -> None:
         self.folder, self.spec = folder, spec
@@ -61,7 +63,7 @@ class Rollouts:
 
     @property
     def _storage(self) -> torch.dtype:
-        """The dtype on disk: bfloat16 if the teacher computes in 16 bit, otherwise float32."""
+        """The dtype on disk: bfloat16 if the teacher computes in 16 bits, otherwise float32."""
         return torch.float32 if self.spec.dtype == "float32" else torch.bfloat16
 
     def _fits(self, entry: PackEntry) -> bool:
@@ -75,7 +77,7 @@ class Rollouts:
 
     @property
     def tensor_names(self) -> list[str]:
-        """The names of the tensors stored per sample."""
+        """Names of the tensors stored per sample."""
         points = range(len(self.spec.points))
         return [
             "data",
@@ -88,8 +90,8 @@ class Rollouts:
         if work.stopping:  # returns before the progress line appears
             return []
         remove_leftovers(self.folder)
-        # All blocks are divided between the ranks, not only the missing ones: a rank that looked later would see fewer
-        # missing blocks and divide them differently.
+        # Ranks divide all blocks, not only the missing ones: a rank that looked later would see fewer missing blocks
+        # and divide them differently.
         mine = [number for number in work.share(range(len(self._blocks))) if not self._has(number)]
         seconds_per_sample: list[float] = []
         with self._progress(work, purpose, mine) as advance:
@@ -104,9 +106,12 @@ class Rollouts:
         return seconds_per_sample
 
     def fill_together(self, work: Work, teacher: Teacher, embed: Embed, purpose: str) -> None:
-        """Like `fill`, with a sharded teacher: all ranks compute equally many blocks, some only to join collectives."""
+        """Like `fill`, for a sharded teacher.
+
+        All ranks compute the same number of blocks, some only to take part in the other ranks' collectives.
+        """
         missing_here = [number for number in range(len(self._blocks)) if not self._has(number)]
-        missing: list[int] = work.gather(missing_here)[0]  # rank 0's, because ranks may see different files
+        missing: list[int] = work.gather(missing_here)[0]  # all ranks use rank 0's list: each may see different files
         mine = list(work.share(missing))
         with self._progress(work, purpose, mine) as advance:
             for turn in range(work.largest_share(missing)):
@@ -139,9 +144,9 @@ class Rollouts:
 
     @torch.no_grad()
     def _block_of(self, number: int, teacher: Teacher, embed: Embed, work: Work) -> tuple[dict[str, Tensor], float]:
-        """The tensors of a block, by kind, and the seconds that its samples took."""
+        """Generates a block; returns its tensors by name, and the seconds that its samples took."""
         spec, block, device = self.spec, self._blocks[number], work.device
-        # A smaller last block is padded: its samples then have the bits of a full block, and nothing is recompiled.
+        # Pads a smaller last block, so that its samples round as in a full block and nothing is recompiled.
         filled = block + [block[-1]] * (spec.block - len(block))
         initial_noise = torch.stack([spec.initial_noise(*sample_id) for sample_id in filled]).to(device)
         text = torch.stack([embed(prompt) for prompt, _ in filled]).to(device, teacher.dtype)
@@ -164,8 +169,8 @@ class Rollouts:
             observe=observe,
             stopping=lambda: work.stopping,
         )
-        data = tensors["data"] = data.to(self._storage)  # rounded, because the velocities must fit the stored sample
-        data.sum().item()  # waits for the device
+        data = tensors["data"] = data.to(self._storage)  # rounds first: the velocities must belong to the stored sample
+        data.sum().item()  # waits for the device, so that the measured time is complete
         seconds = time.perf_counter() - start
         for level in range(spec.pairs):
             if work.stopping:
@@ -177,7 +182,7 @@ class Rollouts:
         return unpadded, seconds * len(block) / len(filled)
 
     def _check(self, number: int, tensors: dict[str, Tensor]) -> None:
-        """Raises TrainingFailed for samples that are not finite."""
+        """Raises TrainingFailed if a sample is not finite."""
         for (prompt, _), data in zip(self._blocks[number], tensors["data"], strict=True):
             if not data.isfinite().all():
                 raise TrainingFailed(
@@ -194,7 +199,7 @@ class Rollouts:
         write_cache_file(self._file(number), save(by_sample))
 
     def open(self) -> Samples:
-        """Opens the samples, once all ranks have generated their share."""
+        """Opens the samples after all ranks have generated their shares."""
         deadline = time.monotonic() + _VISIBLE_WITHIN_S
         stored: dict[str, dict[SampleId, PackEntry]] = {name: {} for name in self.tensor_names}
         for number, block in enumerate(self._blocks):
@@ -212,7 +217,7 @@ class Rollouts:
 
 
 class Samples:
-    """Stored samples, by number."""
+    """Reads stored samples by their numbers."""
 
     def __init__(self, rollouts: Rollouts, stored: dict[str, list[PackEntry]]) -> None:
         self.items, self.spec = rollouts.items, rollouts.spec
@@ -222,11 +227,11 @@ class Samples:
         return len(self.items)
 
     def data(self, number: int) -> Tensor:
-        """The latent of a sample, [C, f, h, w]."""
+        """Returns the latent of a sample, [C, f, h, w]."""
         return self._shelves["data"][number].float()
 
     def pair(self, number: int, level: int) -> dict[str, Tensor]:
-        """A noise level, the position of its noise in the random stream, and the teacher's velocity there."""
+        """Returns a noise level, the position of its noise in the random stream, and the teacher's velocity."""
         sample_id = self.items[number]
         return {
             "sigma": self.spec.level(*sample_id, level),
@@ -235,7 +240,7 @@ class Samples:
         }
 
     def point(self, number: int, index: int) -> dict[str, Tensor]:
-        """A point of the teacher's trajectory, its noise level, and the teacher's velocity there."""
+        """Returns a point of the teacher's trajectory, its noise level, and the teacher's velocity at the point."""
         return {
             "point": self._shelves[f"point{index}"][number],
             "point_sigma": torch.tensor(self.spec.sigmas[self.spec.points[index]]),
@@ -244,7 +249,7 @@ class Samples:
 
 
 def points_of_all_levels(samples: Samples, embed: Embed, most: int = 8) -> tuple[Tensor, Tensor, Tensor]:
-    """Some samples with noise of different levels, [batch, ...], their timesteps, and their text embeddings."""
+    """Adds noise of different levels to some samples; returns these, [batch, ...], and their timesteps and texts."""
     number = min(len(samples), most)
     items, spec = samples.items[:number], replace(samples.spec, pairs=number, fixed=True)
     sigma = torch.stack([spec.level(*sample_id, level) for level, sample_id in enumerate(items)])

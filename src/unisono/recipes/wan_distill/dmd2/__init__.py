@@ -1,1 +1,1 @@
-"""The objective dmd2: distribution matching, for a student that samples in a few steps without guidance."""
+"""The objective dmd2: trains, by distribution matching, a student that samples in a few steps without guidance."""

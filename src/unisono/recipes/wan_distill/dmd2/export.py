@@ -1,4 +1,4 @@
-"""Exports a few-step student: a LoRA of the teacher, or a whole pipeline, with its scheduler."""
+"""Exports a few-step student with its scheduler: as a LoRA for the teacher, or as a whole pipeline."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def write_few_step_student(
     setup: Setup, student: Experts, folder: Path, file_format: str | None, *, is_lora: bool
 ) -> str:
-    """Writes the student to a folder; returns a line that describes it and how to use it."""
+    """Writes the student to a folder; returns a line that describes it and says how to use it."""
     if not is_lora:
         return write_student(setup, student, folder, file_format)
     states = {name: lora_state(transformer) for name, transformer in student.named_children()}

@@ -1,13 +1,13 @@
-"""The two losses of distribution matching: of the score model, and of the student.
+"""The two losses of distribution matching: one for the score model, one for the student.
 
-Velocities v give scores: the data that v predicts at x_σ is x̂₀ = x_σ − σ v, and the score is ((1 − σ) x̂₀ − x_σ) / σ².
-The score model F learns the velocity of the student's own samples by flow matching. For a sample x of the student with
-new noise, x_σ = (1 − σ) x + σ ε, the gradient of the divergence between the student's distribution and the guided
-teacher's is proportional to the difference of the two scores, hence to
+A velocity v gives a score: the data that v predicts at x_σ is x̂₀ = x_σ − σ v, and the score is ((1 − σ) x̂₀ − x_σ) / σ².
+The score model F learns the velocity of the student's own samples by flow matching. To train the student, new noise is
+added to a sample x of the student: x_σ = (1 − σ) x + σ ε. There, the gradient of the divergence between the student's
+distribution and the guided teacher's is proportional to the difference between the two scores, and thus to
 
-    g = F̂₀(x_σ) − T̂₀(x_σ)          T̂₀: the data that the guided teacher predicts, F̂₀: that of the score model
+    g = F̂₀(x_σ) − T̂₀(x_σ)          F̂₀, T̂₀: the data that the score model and the guided teacher predict
 
-divided by the mean of |x − T̂₀| of the sample, so that all noise levels count about the same (DMD, DMD2).
+g is divided by the sample's mean of |x − T̂₀|, so that all noise levels count about the same (DMD, DMD2).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from unisono.recipes.wan_distill.dmd2.roles import Roles
 if TYPE_CHECKING:
     from unisono.data.noise import Noise
 
-_EDGE = 0.02  # fraction of the noise levels at either end that the student's loss does not use
+_EDGE = 0.02  # fraction of the noise levels, at each end, that the student's loss does not use
 _SMALLEST = 1e-6
 
 
@@ -37,14 +37,14 @@ class MatchingLoss:
     roles: Roles
     steps: FewSteps
     shape: tuple[int, int, int, int]
-    """Shape of a latent."""
+    """Shape of each latent."""
     levels: NoiseLevels
     """The distribution of the noise levels at which the scores are learned and compared."""
     empty: Tensor
     """The embedding of the negative prompt, [text length, width]."""
 
     def of_score(self, model: nn.Module, text: Tensor, noise: Noise, step: int) -> Loss:
-        """Flow matching of the score model on samples of the student."""
+        """Computes the score model's flow-matching loss on samples from the student."""
         student = self.roles.student(model)
         initial = noise.normal(*self.shape)
         with torch.no_grad():
@@ -56,7 +56,7 @@ class MatchingLoss:
         return Loss(errors.sum(), len(data))
 
     def of_student(self, model: nn.Module, text: Tensor, noise: Noise, step: int) -> Loss:
-        """Half the mean of g² with the gradient g, for the sample that the student predicts in sampler step `step`."""
+        """Computes half the mean of g², whose gradient is g, for the sample that the student predicts in `step`."""
         student = self.roles.student(model)
         start = self.steps.simulate(student, noise.normal(*self.shape), text, step)
         data = self.steps.predict(student, start, text, step)
@@ -71,8 +71,8 @@ class MatchingLoss:
             gradient = data_from(noisy, score, sigma) - target
             size = (sample - target).abs().flatten(1).mean(1).clamp(min=_SMALLEST)
             gradient = gradient / size.view(-1, *[1] * (gradient.dim() - 1))
-        # Activates the student's adapters again: blocks that recompute their activations in the backward pass use the
-        # adapters that are active at that point.
+        # Activates the student's adapters again, because blocks that recompute their activations in the backward pass
+        # use the adapters that are active then.
         self.roles.student(model)
         # The gradient of half the squared distance to the fixed point (data − g) is g.
         total = (data - (sample - gradient)).square().flatten(1).mean(1).sum() / 2

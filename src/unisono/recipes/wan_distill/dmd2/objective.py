@@ -1,4 +1,4 @@
-"""The objective dmd2: the student learns to generate, in a few steps, samples of the guided teacher's distribution."""
+"""The objective dmd2: the student learns to sample, in a few steps, from the guided teacher's distribution."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Dmd2:
         self._base_to_record: LoraBase | None = None  # None once the first step has recorded the base weights
 
     def groups(self) -> Sequence[Group]:
-        """Trains the score for several steps, so that it follows the student, and then the student for one step."""
+        """Returns two groups: the score, trained for several steps to follow the student, and the student, for one."""
         config = self.config
         return [
             Group(SCORE, is_score, config.score_steps, learning_rate=config.score_learning_rate, ema_decay=0.0),
@@ -84,7 +84,7 @@ class Dmd2:
             self._base_to_record = self._base.for_one_process(work)
 
     def model(self) -> Experts | StudentAndScore:
-        """The teacher's transformers with two LoRAs, or two copies of the transformers; on the meta device."""
+        """Builds the teacher's transformers with two LoRAs, or two copies of the transformers, on the meta device."""
         if not self._is_lora:
             return StudentAndScore(self._experts(), self._experts())
         model = self._experts()
@@ -94,7 +94,7 @@ class Dmd2:
         return model
 
     def transformers(self, model: Any) -> list[nn.Module]:
-        """The transformers in the trained module."""
+        """Returns the transformers in the trained module."""
         experts = model.children() if isinstance(model, StudentAndScore) else [model]
         return [transformer for each in experts for transformer in each.children()]
 
@@ -119,14 +119,14 @@ class Dmd2:
             add_lora(transformer, config.lora_rank, config.lora_alpha, lora_targets(config), adapter=adapter)
 
     def weights(self) -> Weights:
-        """The teacher's weights, read from their files row by row."""
+        """Returns the teacher's weights, read from their files row by row."""
         if self._base is not None:
             self._base.check(f"teacher_path {self.config.teacher_path}")  # a run may be exported long after prepare()
         files = {name: open_weights(path) for name, path in self.setup.teacher.transformers.items()}
         return ExpertWeights(files) if self._is_lora else WeightsOfBoth(ExpertWeights(files))
 
     def frozen(self) -> Mapping[str, nn.Module]:
-        """With LoRAs nothing: the teacher is part of the model."""
+        """Returns the teacher; nothing with LoRAs, because the teacher is then part of the model."""
         if self._is_lora:
             return {}
         self._teacher = load_quietly(self._recipe)
@@ -135,17 +135,17 @@ class Dmd2:
         return {} if self._teacher.places_itself else dict(self._teacher.experts.named_children())
 
     def sharded(self) -> Mapping[str, tuple[Weights, Sequence[str]]]:
-        """Nothing."""
+        """Returns nothing: dmd2 does not support a sharded teacher."""
         return {}
 
     # Training and evaluation ---------------------------------------------------------------------------------------
 
     def dataset(self) -> PromptDataset:
-        """The prompts: the student generates its own samples."""
+        """Returns only the prompts, because the student generates its own samples."""
         return PromptDataset(self.setup.prompts.train, self.setup.text)
 
     def remarks(self) -> list[str]:
-        """Notes for the user on the student."""
+        """Returns notes about the student for the user."""
         config = self.config
         kind = f"a LoRA of rank {config.lora_rank}" if self._is_lora else "all weights"
         return [
@@ -168,7 +168,7 @@ class Dmd2:
         return MatchingLoss(self._roles, steps, setup.shape, levels, setup.text(self.config.negative_prompt))
 
     def loss(self, model: Any, batch: Any, noise: Noise) -> Loss:
-        """The loss of the group that this step trains."""
+        """Returns the loss of the group that this step trains."""
         if self._base_to_record is not None and not self._recipe.is_estimate:
             self._base_to_record.record()
             self._base_to_record = None
@@ -181,14 +181,14 @@ class Dmd2:
         return of_group(model, text.to(dtype), noise, step)
 
     def student(self, model: Any) -> Experts:
-        """The student, to sample from."""
+        """Returns the student, to sample from."""
         if isinstance(model, StudentAndScore):
             return model.student
         activate(model, self._student_adapters)
         return model  # type: ignore[no-any-return]
 
     def metrics(self, student: Experts, batch: Mapping[str, Any], text: Tensor) -> dict[str, Any]:
-        """Returns no metrics: only those of the generated samples apply."""
+        """Returns no metrics, because only those of generated samples apply to this objective."""
         return {}
 
     def metric_names(self) -> list[str]:

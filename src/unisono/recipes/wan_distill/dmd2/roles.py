@@ -1,8 +1,8 @@
 """The three models of distribution matching: the teacher, the student, and the score of the student's distribution.
 
-With LoRAs, they are one frozen transformer: the student and the score are a LoRA each, and the teacher is the
-transformer with neither. The user's own LoRA, if any, is part of all three. Without LoRAs, student and score are whole
-copies of the teacher. Each forward pass selects its active LoRAs, so the weights' requires_grad never changes here.
+With LoRAs, all three share one frozen transformer: the student and the score have one LoRA each, and the teacher is the
+transformer without either LoRA. The user's own LoRA, if any, is part of all three. Without LoRAs, the student and the
+score are whole copies of the teacher. Selecting a role only selects the active LoRAs; it never changes requires_grad.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ OF_TEACHER = "teacher"
 
 
 class Roles(Protocol):
-    """Selects one of the models. `model` is the trained module, maybe a replica of it."""
+    """Selects one of the models. `model` is the trained module or a replica of it."""
 
     def student(self, model: Any) -> Experts:
-        """The student, until another role is selected."""
+        """Returns the student; valid until another role is selected."""
 
     def score(self, model: Any) -> Experts:
-        """The score of the student's distribution, until another role is selected."""
+        """Returns the score of the student's distribution; valid until another role is selected."""
 
     def teacher(self, model: Any, noisy: Tensor, sigma: Tensor, text: Tensor, empty: Tensor) -> Tensor:
         """The teacher's guided velocity."""
@@ -46,16 +46,16 @@ class LoraRoles:
     """Whether the user's own LoRA is part of the teacher."""
 
     def student(self, model: Experts) -> Experts:
-        """The transformer with the student's LoRA."""
+        """Returns the transformer with the student's LoRA."""
         return self._with(model, [ADAPTER])
 
     def score(self, model: Experts) -> Experts:
-        """The transformer with the score's LoRA."""
+        """Returns the transformer with the score's LoRA."""
         return self._with(model, [SCORE])
 
     @torch.no_grad()
     def teacher(self, model: Experts, noisy: Tensor, sigma: Tensor, text: Tensor, empty: Tensor) -> Tensor:
-        """The guided velocity of the transformer without either LoRA."""
+        """Returns the guided velocity of the transformer without either LoRA."""
         base = self._with(model, [])
         return guided_velocity(base, self.guidance, base.boundary, noisy, sigma, text, empty)
 
@@ -79,11 +79,11 @@ class WholeRoles:
     frozen: Teacher
 
     def student(self, model: StudentAndScore) -> Experts:
-        """The student."""
+        """Returns the student."""
         return model.student
 
     def score(self, model: StudentAndScore) -> Experts:
-        """The score of the student's distribution."""
+        """Returns the score of the student's distribution."""
         return model.score
 
     def teacher(self, model: Any, noisy: Tensor, sigma: Tensor, text: Tensor, empty: Tensor) -> Tensor:
@@ -92,21 +92,21 @@ class WholeRoles:
 
 
 class WeightsOfBoth:
-    """The initial weights of `StudentAndScore`: those of the teacher, twice."""
+    """The initial weights of `StudentAndScore`: two copies of the teacher's weights."""
 
     def __init__(self, teacher: Weights) -> None:
         self._teacher = teacher
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows `start` to `stop` of a weight; reads only these."""
+        """Reads only the rows `start` to `stop` of a weight."""
         return self._teacher.rows(name.partition(".")[2], start, stop)
 
 
 def is_student(name: str) -> bool:
-    """Whether a trainable weight is the student's."""
+    """Whether a trainable weight belongs to the student."""
     return name.startswith(f"{STUDENT}.") or f".{ADAPTER}." in name
 
 
 def is_score(name: str) -> bool:
-    """Whether a trainable weight is the score's."""
+    """Whether a trainable weight belongs to the score."""
     return name.startswith(f"{SCORE}.") or f".{SCORE}." in name

@@ -1,1 +1,1 @@
-"""The teacher and the student: loading, sizes and initial weights."""
+"""The teacher and the student: how they are loaded, their sizes, and the student's initial weights."""

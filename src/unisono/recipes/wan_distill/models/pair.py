@@ -73,7 +73,7 @@ class ModelPair:
 
     @property
     def source_weights(self) -> Weights:
-        """The teacher's weights that the student starts from; if there are two experts, those of the low-noise one."""
+        """The weights from which the student's are taken: the teacher's, or those of its low-noise expert."""
         return open_weights(self.teacher.transformers.get(LOW) or self.teacher.transformers[HIGH])
 
     @cached_property
@@ -96,7 +96,7 @@ class ModelPair:
 
     @cached_property
     def student(self) -> Student:
-        """The student's configuration; with the objective dmd2, the teacher's."""
+        """The student's configuration; with the objective dmd2, it equals the teacher's."""
         if self.config.objective == "dmd2":
             return Student(complete_config(self.teacher_config))
         if self.is_tiny and self.config.student_config is None:
@@ -115,5 +115,5 @@ class ModelPair:
 
     @cached_property
     def text_tokens(self) -> int:
-        """The length in tokens to which prompts are truncated."""
+        """Number of tokens to which prompts are truncated."""
         return min(self.encoders.text_length, self.student.text_tokens or self.encoders.text_length)

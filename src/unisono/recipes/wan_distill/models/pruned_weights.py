@@ -25,11 +25,11 @@ class PrunedWeights:
     """The student's initial weights, taken from the teacher's files row by row."""
 
     def __init__(self, load: Callable[[], tuple[Weights, PruningPlan]]) -> None:
-        """`load` returns the teacher's weights and the plan; a resumed run, which needs neither, never calls it."""
+        """`load` returns the teacher's weights and the plan; a resumed run needs neither and never calls it."""
         self._load = cache(load)
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows `start` to `stop` of a weight; reads only the range of the teacher's file that contains them."""
+        """Returns rows `start` to `stop` of a weight; reads only the range of the teacher's file that contains them."""
         weights, plan = self._load()
         inside = name.partition(".")[2]  # the name without the prefix of the student's only transformer
         if plan.random_attention and ".attn" in inside:
@@ -59,12 +59,12 @@ def _selected(weights: Weights, name: str, indices: Sequence[list[int] | None], 
 
 
 def _adjusted(name: str, rows: Tensor, start: int, plan: PruningPlan) -> Tensor:
-    """Applies the gains to a norm's own weight, or to the scale that follows the norm and is stored minus 1."""
+    """Applies the gains to a norm's weight, or to the scale that follows the norm (stored as scale - 1)."""
     gain, factor = plan.gain, plan.gains.get(name, 1.0) * plan.factor
     if gain != 1.0 and name.endswith(".norm2.weight"):
         factor *= gain
     elif gain != 1.0 and name.endswith(TABLE):
-        # The time embedding is added to the last norm's scale and shift. Its part cannot be compensated.
+        # The time embedding is also added to the last norm's scale and shift; that part cannot be compensated.
         scales = list(SCALES if name.startswith("blocks.") else SCALES[:1])
         rows = rows.float()
         rows[:, scales] = (1 + rows[:, scales]) * gain - 1
@@ -76,7 +76,7 @@ def _adjusted(name: str, rows: Tensor, start: int, plan: PruningPlan) -> Tensor:
 
 
 def _random_attention(name: str, start: int, stop: int, plan: PruningPlan) -> Tensor:
-    # The output layer of attention starts at zero, so that attention does not disturb the pruned layers around it.
+    # The output layer of attention starts with zeros, so that random attention does not disturb the pruned layers.
     shape = (plan.random_attention,) * (2 if ".to_" in name and name.endswith(".weight") else 1)
     if ".to_out." in name:
         return torch.zeros(stop - start, *shape[1:])

@@ -1,8 +1,8 @@
-"""Chooses which of the teacher's weights a smaller student starts from: structured pruning.
+"""Structured pruning: chooses which of the teacher's weights a smaller student starts from.
 
-A student with fewer layers takes some of the teacher's. A narrower one takes some of the channels, heads and neurons in
-them: whole units, because norms, heads and nonlinearities act on units and not on mixtures of them. All layers read and
-write one residual stream, so they all take the same channels; the text has a stream of its own.
+A student with fewer layers takes some of the teacher's layers. A narrower student takes some of the channels, heads and
+neurons in each layer. It takes whole units, because norms, heads and nonlinearities act on units and not on mixtures of
+units. All layers read and write one residual stream, so they take the same channels; the text has its own stream.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from unisono.recipes.wan_distill.models.student import complete_config
 EMBEDDER = "condition_embedder"
 _BLOCK = re.compile(r"blocks\.(\d+)\.(.+)")
 _Units = tuple[str | None, ...]
-# The units of each layer's rows and columns; None: the same number in every student.
+# The units of each layer's rows and columns; None: a dimension that is not pruned.
 _OUTSIDE: dict[str, _Units] = {
     "patch_embedding": ("channels", None),
     f"{EMBEDDER}.time_embedder.linear_1": ("time", None),
@@ -51,27 +51,27 @@ _MAY_DIFFER = (
 
 @dataclass(frozen=True)
 class PruningPlan:
-    """The teacher's weights that a student starts from; plain lists and numbers, stored as JSON in the run folder."""
+    """Which of the teacher's weights a student starts from: lists and numbers, stored as JSON in the run folder."""
 
     layers: list[int]
-    """For each of the student's layers, the index of the teacher's."""
+    """For each of the student's layers, the index of the teacher's layer that it is taken from."""
     kept: dict[str, list[int]]
     """Indices of the units that the student takes, by kind. A kind is missing if the student takes all of its units.
 
-    The kinds are channels, text, words and time (the last two are the hidden layers of the embeddings). Each layer of
-    the teacher has kinds of its own: those of layer 5 are `5.ffn` (neurons), `5.attn1` and `5.attn2` (positions in
-    heads).
+    The kinds are channels, text, words and time (the last two are the hidden layers of the embeddings). Each of the
+    teacher's layers has further kinds: for example, layer 5 has `5.ffn` (neurons), `5.attn1` and `5.attn2` (positions
+    in heads).
     """
     gain: float = 1.0
-    """Factor on the output of each norm of the residual stream, to compensate for averaging over fewer channels."""
+    """Factor on the output of each norm of the residual stream, to compensate for the average over fewer channels."""
     gains: dict[str, float] = field(default_factory=dict)
-    """The same factor for the norms of queries and keys, by the teacher's weight names."""
+    """Compensating factors for the norms of queries and keys, by the teacher's weight names."""
     factor: float = 1.0
     """Factor on all weights that the student takes (`projection_factor` in student_config)."""
     random_attention: int = 0
-    """The student's width if its heads differ from the teacher's: its attention then starts from random weights."""
+    """The student's width if its heads are not as wide as the teacher's; attention then starts from random weights."""
     seed: int = 0
-    """Seed of random weights."""
+    """Seed of the random weights."""
     summary: str = ""
     """A line for the user that describes the plan."""
 
@@ -85,7 +85,7 @@ def plan(
     factor: float = 1.0,
     seed: int = 0,
 ) -> PruningPlan:
-    """Chooses the teacher's weights that a student takes; reads them one by one if the student is narrower.
+    """Chooses the teacher's weights that a student takes; reads the weights, one by one, if the student is narrower.
 
     `layers` is even, importance (with the measured importance of each of the teacher's layers), or the numbers of the
     teacher's layers, comma-separated.
@@ -103,7 +103,7 @@ def plan(
     for unit in sorted(into):
         kind = unit.rpartition(".")[2]
         group = teacher["attention_head_dim"] if kind.startswith("attn") else 1
-        # Importance of a unit: the energy of its incoming weights times that of its outgoing weights.
+        # A unit's importance is the energy of its incoming weights times the energy of its outgoing weights.
         kept[unit] = _strongest(into[unit] * out[unit], sizes[kind][1], group)
     return PruningPlan(
         layers=chosen,
@@ -135,7 +135,7 @@ def is_valid(plan: PruningPlan, teacher: Mapping[str, Any], student: Mapping[str
 
 
 def check_plan(teacher: Mapping[str, Any], student: Mapping[str, Any], layers: str) -> None:
-    """Raises ConfigError if plan() would reject the student, before anything is measured or read."""
+    """Raises ConfigError if plan() would reject the student; runs before anything is measured or read."""
     _check(teacher, student)
     _layers(layers, teacher["num_layers"], student["num_layers"], [0.0] * teacher["num_layers"])
 
@@ -143,9 +143,9 @@ def check_plan(teacher: Mapping[str, Any], student: Mapping[str, Any], layers: s
 def _energies(
     weights: Weights, layers: Sequence[int], narrower: set[str]
 ) -> tuple[_Energy, _Energy, dict[str, tuple[str, Tensor]]]:
-    """The sum of the squared weights that write into each unit, and the sum of those that read from it.
+    """Returns the sums of squared weights per unit: of the weights that write into it, and of those that read from it.
 
-    Also returns the first of these sums, with its key, for each norm of queries or keys.
+    Also returns, for each norm of queries or keys, the first of these sums and its key.
     """
     into: _Energy = {}
     out: _Energy = {}
@@ -156,7 +156,7 @@ def _energies(
             continue
         squares = weights.tensor(name, torch.float32).flatten(1).square()
         for side, unit, sums in zip((1, 0), units, (into, out), strict=True):
-            # The time embedding's output is not part of the residual stream, although it has the same width.
+            # Skips the time embedding's output, which has the width of the residual stream but is not part of it.
             if unit not in narrower or (unit == "channels" and name.startswith(EMBEDDER)):
                 continue
             energy, key = squares.sum(side, dtype=torch.float64), unit_key(layer, unit)
@@ -167,12 +167,12 @@ def _energies(
 
 
 def _gain(energy: Tensor, kept: Sequence[int]) -> float:
-    """The factor on a norm's output that compensates for the norm being computed over the kept units only.
+    """Returns the factor on a norm's output that compensates for computing the norm over the kept units only.
 
     Sums over fewer units are deliberately not compensated. Two factors were tried: √(all / kept) preserves the size of
-    such sums, and all / kept their mean. Both gave students further from a trained teacher than no factor: an error of
-    0.92 and 1.63 instead of 0.75 at the start, and of 0.20 and 0.25 instead of 0.17 after 100 steps (0.39 with random
-    weights).
+    such sums, and all / kept preserves their mean. Both gave students that were further from a trained teacher than
+    without a factor: errors of 0.92 and 1.63 instead of 0.75 at the start, and of 0.20 and 0.25 instead of 0.17 after
+    100 steps (0.39 with random weights).
     """
     root = float((energy[kept].mean() / energy.mean()).sqrt()) if energy.any() else 1.0
     return root or 1.0
@@ -185,12 +185,12 @@ def _strongest(strength: Tensor, count: int, group: int) -> list[int]:
 
 
 def unit_key(layer: int | None, unit: str) -> str:
-    """The key of a unit in `PruningPlan.kept`."""
+    """Returns the key of a kind of unit in `PruningPlan.kept`."""
     return unit if layer is None or unit in ("channels", "text") else f"{layer}.{unit}"
 
 
 def units_of(name: str) -> tuple[int | None, _Units]:
-    """The block that a weight belongs to, and the units of its dimensions."""
+    """Returns the block that a weight belongs to, and the units of its dimensions."""
     layer: int | None = None
     if inside := _BLOCK.fullmatch(name):
         layer, name = int(inside.group(1)), inside.group(2)
@@ -206,14 +206,14 @@ def _width(config: Mapping[str, Any]) -> int:
 
 
 def _sizes(teacher: Mapping[str, Any], student: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
-    """The number of units of each kind in the teacher and in the student."""
+    """Returns the number of units of each kind in the teacher and in the student."""
     widths = _width(teacher), _width(student)
     of_width = ("channels", "text", "words", "time", "attn1", "attn2")
     return {**dict.fromkeys(of_width, widths), "ffn": (teacher["ffn_dim"], student["ffn_dim"])}
 
 
 def _check(teacher: Mapping[str, Any], student: Mapping[str, Any]) -> None:
-    """Raises ConfigError when a student cannot take weights of a teacher."""
+    """Raises ConfigError if the student cannot take weights from the teacher."""
     depths = teacher["num_layers"], student["num_layers"]
     for what, (teacher_size, student_size) in {"layers": depths, **_sizes(teacher, student)}.items():
         if student_size > teacher_size:
@@ -274,7 +274,7 @@ def _summary(
 
 @torch.no_grad()
 def measured_importance(transformer: nn.Module, latents: Tensor, times: Tensor, text: Tensor) -> list[float]:
-    """Measures how much each block changes its input: 1 - cosine of input and output, mean over tokens and samples."""
+    """Measures how much each block changes its input: 1 - cosine of input and output, averaged over all tokens."""
     importance: list[float] = []
 
     def measure(block: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Draws a student's initial weights from the distributions of Wan's own training, identically on every machine."""
+"""Draws a student's initial weights from the distributions that Wan uses, identically on every machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from unisono.data.bits import Purpose, key_of, random_bits, to_unit
 
-_AT_ONCE = 2**20  # numbers per chunk
+_AT_ONCE = 2**20  # numbers to draw per chunk
 
 
 @torch.no_grad()
@@ -25,7 +25,7 @@ def initialise_randomly(transformer: nn.Module, seed: int) -> None:
 
 
 def random_rows(name: str, shape: Sequence[int], start: int, stop: int, seed: int) -> Tensor:
-    """Random rows of a weight: Xavier-initialised layers, small embeddings, and zeros for the output layer."""
+    """Draws rows of a weight: Xavier initialisation for layers, small numbers for embeddings, zeros for the output."""
     fan_in = math.prod(shape[1:])
     if name.endswith(".bias") or name.startswith("proj_out."):
         return torch.zeros(stop - start, *shape[1:])
@@ -37,7 +37,7 @@ def random_rows(name: str, shape: Sequence[int], start: int, stop: int, seed: in
         std = 0.02
     else:
         std = math.sqrt(2 / (shape[0] + fan_in))
-    # Uniform even where Wan used normal numbers, which need a logarithm, and machines round logarithms differently.
+    # Uses uniform numbers even where Wan used normal ones, which need logarithms that machines round differently.
     bits = random_bits(key_of(Purpose.WEIGHTS, seed, crc32(name.encode())), torch.arange(start * fan_in, stop * fan_in))
     weights: Tensor = (to_unit(bits, torch.float32) - 0.5) * (std * math.sqrt(12))
     return weights.view(stop - start, *shape[1:])

@@ -1,8 +1,8 @@
 """The student's configuration: the size of a smaller `WanTransformer3DModel`.
 
-A JSON file specifies it with the keys of a student_config or with diffusers' arguments. A student works in the
-teacher's latent space and reads the teacher's text embeddings, so channels, text width and patches are the teacher's;
-width, depth and heads are its own.
+A JSON file specifies the size, either with the keys of a student_config or with diffusers' arguments. A student works
+in the teacher's latent space and reads the teacher's text embeddings. Its channels, text width and patch size are
+therefore the teacher's; its width, depth and heads may differ.
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ class Student:
     """The student that the settings describe."""
 
     config: dict[str, Any]
-    """Arguments of its WanTransformer3DModel."""
+    """Arguments of the student's WanTransformer3DModel."""
     pixels: int | None = None
-    """Side of the square images to train on."""
+    """Side length, in pixels, of the square images to train on."""
     text_tokens: int | None = None
-    """Prompts are truncated to this many tokens, and then padded with zeros to the teacher's text length."""
+    """Prompts are truncated to this number of tokens, then padded with zeros to the teacher's text length."""
     factor: float = 1.0
-    """Factor on weights taken from the teacher."""
+    """Factor on the weights that are taken from the teacher."""
     remarks: tuple[str, ...] = ()
-    """Notes for the user about keys that have a different meaning than in other scripts."""
+    """Notes for the user about keys that mean something else in other scripts."""
 
 
 def student_of(path: str | None, teacher: Mapping[str, Any], spatial_factor: int) -> Student:
-    """The student that a JSON file describes, or one with half of the teacher's layers.
+    """Returns the student that a JSON file describes, or by default one with half of the teacher's layers.
 
-    `teacher` is the configuration of the teacher's transformer, `spatial_factor` the number of pixels along a side of
-    one latent position.
+    `teacher` is the configuration of the teacher's transformer, `spatial_factor` the side length, in pixels, of one
+    latent position.
     """
     teacher = complete_config(teacher)
     if path is None:
@@ -78,12 +78,12 @@ def student_of(path: str | None, teacher: Mapping[str, Any], spatial_factor: int
 
 
 def num_weights(config: Mapping[str, Any]) -> int:
-    """The number of weights of a transformer with this configuration; allocates none of them."""
+    """Counts the weights of a transformer with this configuration, without allocating them."""
     return sum(parameter.numel() for parameter in build_meta(config).parameters())
 
 
 def complete_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration with the constructor's defaults for missing arguments."""
+    """Completes a configuration with the constructor's defaults for missing arguments."""
     from diffusers import WanTransformer3DModel
 
     parameters = inspect.signature(WanTransformer3DModel.__init__).parameters
@@ -91,7 +91,7 @@ def complete_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _vocabulary(values: Mapping[str, Any], where: str, theirs: list[str]) -> bool:
-    """Whether the keys belong to a student_config, not to diffusers' arguments; `patch_size` belongs to both."""
+    """Whether the keys are those of a student_config rather than diffusers' arguments; `patch_size` can be either."""
     for name in values:
         if name not in _KEYS and name not in theirs:
             hint = did_you_mean(name, [*_KEYS, *theirs])

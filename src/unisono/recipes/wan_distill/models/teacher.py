@@ -1,4 +1,4 @@
-"""The teacher: a frozen Wan model with classifier-free guidance; its weights may be offloaded or sharded."""
+"""The teacher: a frozen Wan model with classifier-free guidance, whose weights may be offloaded or sharded."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from unisono.recipes.wan.models.lora import load_lora
 from unisono.recipes.wan.models.weights import check_fit, fill, open_weights
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float8": torch.bfloat16}
-_ROOM = 0.6  # fraction of a device's memory to use for weights; the rest is for activations
+_ROOM = 0.6  # fraction of a device's memory that the weights may use; the rest is for activations
 
 
 class Guidance(NamedTuple):
-    """The teacher's guidance scales, in the order that the sampler takes them."""
+    """The teacher's guidance scales, in the order in which the sampler expects them."""
 
     high: float
     low: float
     """Scale of the low-noise expert; equal to `high` unless there are two experts."""
 
     def at(self, sigma: Tensor, boundary: float | None) -> Tensor:
-        """The scale at each noise level, [batch]."""
+        """Returns the scale at each noise level, [batch]."""
         low = self.high if boundary is None else self.low
         return torch.where(sigma >= (boundary or 0.0), self.high, low).to(sigma.dtype)
 
     def is_off(self, boundary: float | None) -> bool:
-        """Whether no noise level is guided; decided on Python numbers, because reading a tensor waits for the GPU."""
+        """Whether no noise level is guided; compares Python numbers, because reading a tensor waits for the GPU."""
         return self.high == 1 and (boundary is None or self.low == 1)
 
 
@@ -50,7 +50,7 @@ def guided_velocity(
     text: Tensor,
     empty: Tensor,
 ) -> Tensor:
-    """The guided velocity Tʷ = u + w (c − u) of a model, from its velocities with the prompt (c) and without (u)."""
+    """Computes a model's guided velocity Tʷ = u + w (c − u) from its velocities with (c) and without (u) the prompt."""
     if guidance.is_off(boundary):
         return model(noisy, sigma, text).to(noisy.dtype)
     scale = guidance.at(sigma, boundary).view(-1, *[1] * (noisy.dim() - 1))
@@ -63,9 +63,9 @@ class Teacher:
     """A Wan model that computes the guided velocity Tʷ = u + w (c − u)."""
 
     def __init__(self, experts: Experts, guidance: Guidance, dtype: torch.dtype, *, is_sharded: bool = False) -> None:
-        """`is_sharded`: whether each rank holds only a shard of the weights, so that all must compute together."""
+        """`is_sharded`: whether each rank holds only a shard of the weights, so all ranks must compute together."""
         self.experts, self.guidance, self.dtype, self.is_sharded = experts, guidance, dtype, is_sharded
-        self.places_itself = False  # True when offloaded: blocks move to the device when they are needed
+        self.places_itself = False  # True if offloaded: each block moves to the device when it is needed
 
     def to(self, device: str | torch.device) -> Teacher:
         """Moves the teacher to a device; returns itself."""
@@ -75,7 +75,7 @@ class Teacher:
 
     @torch.no_grad()
     def velocity(self, noisy: Tensor, sigma: Tensor, text: Tensor, empty: Tensor) -> Tensor:
-        """The guided velocity at [batch, ...] points; `text` and `empty` are [batch, length, width] embeddings."""
+        """Computes the guided velocity at [batch, ...] points; `text` and `empty` are [batch, length, width]."""
         with torch.autocast(noisy.device.type, enabled=False):
             return guided_velocity(self._velocity, self.guidance, self.experts.boundary, noisy, sigma, text, empty)
 
@@ -85,20 +85,20 @@ class Teacher:
 
 
 def dtype_of(name: str, device: str) -> torch.dtype:
-    """The dtype that the teacher computes in."""
+    """Returns the dtype that the teacher computes in."""
     if name == "auto":
         return torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
     return _DTYPES[name]
 
 
 def float32_names(transformer: nn.Module) -> list[str]:
-    """The names of the weights that diffusers keeps in float32."""
+    """Returns the names of the weights that diffusers keeps in float32."""
     exact = set(transformer._keep_in_fp32_modules)  # type: ignore[arg-type]
     return [name for name, _ in transformer.named_parameters() if exact & set(name.split("."))]
 
 
 def build_on_meta(folder: WanFolder, dtype: torch.dtype, *, is_sharded: bool = False) -> Experts:
-    """The teacher without weights, on the meta device: each parameter in its final dtype."""
+    """Builds the teacher on the meta device, with each parameter in its final dtype."""
     transformers = {}
     for name, path in folder.transformers.items():
         transformer = build_meta(transformer_config(folder, part=name))
@@ -112,7 +112,7 @@ def build_on_meta(folder: WanFolder, dtype: torch.dtype, *, is_sharded: bool = F
 
 
 def is_offloaded(folder: WanFolder, dtype_name: str, strategy: str, device: str, base_precision: str) -> bool:
-    """Whether the weights stay in host memory. Does not depend on free memory, so that ranks agree."""
+    """Whether the weights stay in host memory. Does not depend on the free memory, so all ranks decide the same."""
     if torch.device(device).type != "cuda" or strategy in ("gpu", "gpu0"):
         return False
     if strategy == "cpu":
@@ -135,7 +135,7 @@ def load_teacher(
     base_precision: str = "auto",
     lora: Path | None = None,
 ) -> tuple[Teacher, str]:
-    """Loads the teacher, with a LoRA if given; also returns a line with the size and location of its weights."""
+    """Loads the teacher, with a LoRA if given; also returns a line that states its weights' size and location."""
     dtype, offloaded = dtype_of(dtype_name, device), is_offloaded(folder, dtype_name, strategy, device, base_precision)
     teacher = Teacher(build_on_meta(folder, dtype), guidance, dtype)
     number = sum(it.numel() for it in teacher.experts.parameters())
@@ -157,7 +157,7 @@ def load_teacher(
         _offload(teacher.experts, torch.device(device))
         teacher.places_itself = True
     elif compiled and torch.device(device).type == "cuda" and dtype_name != "float8":
-        # The student has the same class but other sizes: torch.compile must not mark the sizes of either as dynamic.
+        # The student's blocks have the same class but other sizes, so torch.compile would mark the sizes as dynamic.
         blocks = [block for one in teacher.experts.children() for block in one.blocks]  # type: ignore[union-attr]
         compile_blocks(teacher.experts, blocks, dynamic=False)
     kind = "float8, computing in bfloat16" if dtype_name == "float8" else str(dtype).removeprefix("torch.")
@@ -170,7 +170,7 @@ def load_teacher(
 
 
 def _fill_quantized(transformer: nn.Module, path: Path, base_precision: str, device: str) -> None:
-    """Loads the weights of a transformer on the meta device, and quantises those of its blocks as it reads them."""
+    """Fills a transformer that is on the meta device; quantises the weights of its blocks while reading them."""
     names = frozen_linears(transformer, transformer.blocks)  # type: ignore[arg-type]
     converted = quantize(transformer, names, base_precision, fp8_products=has_fp8_products(torch.device(device)))
     fill_quantized(transformer, QuantizedWeights(open_weights(path), converted.layers, base_precision))

@@ -1,7 +1,7 @@
-"""The tiny teacher, for trying out the recipe: `unisono train wan-flow` trains it once.
+"""The tiny teacher, for trying out the recipe; `unisono train wan-flow` trains it once.
 
-Its folder is in $UNISONO_CACHE or the user's cache folder; the folder's name is a hash of the training settings. If the
-training is killed, the next run continues it from its checkpoint.
+Its folder is in $UNISONO_CACHE or in the user's cache folder; the folder's name is a hash of the training settings. If
+that training is killed, the next run continues it from its checkpoint.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ die_with_parent()
 from unisono.cli.main import program
 program()
 """
-_STEPS_VARIABLE = "UNISONO_TINY_TEACHER_STEPS"  # tests set it for a run that is too short to learn
+_STEPS_VARIABLE = "UNISONO_TINY_TEACHER_STEPS"  # tests set it to shorten the training, although nothing is learned then
 
 
 def folder_of(cache: Path | None = None) -> Path:
-    """The folder of the tiny teacher."""
+    """Returns the tiny teacher's folder."""
     steps = os.environ.get(_STEPS_VARIABLE, "")
     return (cache or cache_folder()) / "tiny_teacher" / combined(_FORMAT, TINY, tiny_transformer_config(), steps)[:12]
 
 
 def cache_folder() -> Path:
-    """The folder for files that all runs share."""
+    """Returns the folder for files that all runs share."""
     if folder := os.environ.get("UNISONO_CACHE"):
         return Path(folder).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "unisono"
 
 
 def make(work: Work, cache: Path | None = None) -> None:
-    """Trains the tiny teacher if it does not exist; returns early when the run is asked to stop."""
+    """Trains the tiny teacher if it does not exist; returns early if the run is asked to stop."""
     folder = folder_of(cache)
     pipeline, run = folder / "pipeline", folder / "run"
     if (pipeline / "model_index.json").is_file():
@@ -84,7 +84,7 @@ def make(work: Work, cache: Path | None = None) -> None:
 
 
 def _newest_step(run: Path) -> int:
-    """The newest step in a run's metrics.jsonl; 0 before there is one."""
+    """Returns the newest step in a run's metrics.jsonl; 0 if there is none yet."""
     try:
         lines = (run / METRICS).read_bytes().splitlines()[-3:-1]  # the last line may be incomplete
         return max((int(json.loads(line)["step"]) for line in lines), default=0)
@@ -93,14 +93,14 @@ def _newest_step(run: Path) -> int:
 
 
 def _run_unisono(folder: Path, arguments: list[str], lock: int, work: Work, show_progress: Callable[[], None]) -> bool:
-    """Runs a unisono command and shows its progress; returns False if it was stopped, to be continued later."""
+    """Runs a unisono command and shows its progress; returns False if it was stopped and must be continued later."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHER_VARIABLES)}
     # Read by `die_with_parent`, in case this process dies before the child calls it.
     environment[LAUNCHER_PID] = str(os.getpid())
     command = [sys.executable, "-c", _PROGRAM, *arguments]
     with (folder / "log.txt").open("ab") as log:
         streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
-        # The child is killed when this process dies. It holds the lock too, so no other process starts before it ends.
+        # The child is killed when this process dies. It inherits the lock, so no other process trains before it ends.
         child = subprocess.Popen(command, env=environment, pass_fds=[lock], **streams)
         while child.poll() is None:
             time.sleep(_POLL_EVERY_S)
@@ -115,7 +115,7 @@ def _run_unisono(folder: Path, arguments: list[str], lock: int, work: Work, show
 
 @contextmanager
 def _locked(folder: Path, work: Work, show_progress: Callable[[], None]) -> Iterator[int | None]:
-    """Holds the lock on the folder; yields None when the run is asked to stop while waiting for it."""
+    """Holds the lock on the folder; yields None if the run is asked to stop while waiting for the lock."""
     folder.mkdir(parents=True, exist_ok=True)
     is_waiting = False
     with (folder / "lock").open("a") as lock:

@@ -1,4 +1,4 @@
-"""A dataset in a folder of images and videos, or in tar shards: cached, or encoded in every step."""
+"""A dataset from a folder of images and videos or from tar shards; cached, or encoded in every step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from unisono.recipes.wan.models.encoders import Encoders
 
 
 def check_paths_exist(config: Any) -> None:
-    """Raises ConfigError for missing folders, before a model is downloaded."""
+    """Raises ConfigError if a dataset's folder is missing; runs before a model is downloaded."""
     for name in ("dataset_path", "eval_dataset_path"):
         path = getattr(config, name)
         if path and are_shards(path):
@@ -56,7 +56,7 @@ class FolderData:
         self.remarks: list[str] = []
 
     def prepare(self, work: Work) -> None:
-        """Encodes samples that are not in the cache yet; without a cache, reads the sizes of the files."""
+        """Encodes the samples that are not in the cache yet; without a cache, only reads their sizes."""
         config = self._config
         paths = {"train": config.dataset_path, "eval": config.eval_dataset_path}
         folder = Path(config.cache_dir).expanduser() if config.cache_dir else work.folder / "cache"
@@ -96,7 +96,7 @@ class FolderData:
         return [Source(sample.name, None, sample.caption, packed=sample.media) for sample in samples]
 
     def _check_masks(self, path: str, without: Sequence[str], num_samples: int) -> None:
-        """Raises ConfigError if masked_loss has no mask to use; adds remarks about masks that are missing or unused."""
+        """Raises ConfigError if masked_loss is set but no mask exists; adds remarks about missing and unused masks."""
         examples = ", ".join(without[:3]) + (", …" if len(without) > 3 else "")
         if not self._config.masked_loss:
             if len(without) < num_samples:
@@ -136,7 +136,7 @@ class FolderData:
         return ConditionSettings(self._given, self._encoders.image_fingerprint() if self._given.has_embedding else "")
 
     def dataset(self, split: str) -> ShapedSamples | None:
-        """The samples of a split."""
+        """Opens the samples of a split; None if the split has none."""
         config = self._config
         if split == "eval" and config.eval_dataset_path:
             return self._open("eval")
@@ -155,17 +155,17 @@ class FolderData:
             )
 
     def _open(self, split: str) -> CachedSamples | UncachedSamples:
-        # Opens the samples only once: that takes a while for a million samples, and every preview needs some of them.
+        # Opens the samples only once, because every preview needs some of them, and opening a million samples is slow.
         if split not in self._opened:
             self._opened[split] = data = self._indices[split].open(self._config.leave_out_bad)
             self.remarks += [remark for remark in data.remarks if remark not in self.remarks]
         return self._opened[split]
 
     def most_tokens(self) -> int:
-        """The largest number of transformer tokens of a sample; valid after all ranks ran prepare()."""
+        """Returns the largest number of transformer tokens in a sample; valid after all ranks have run prepare()."""
         return max(self._encoders.geometry.tokens(shape) for shape in self._open("train").distinct_shapes)
 
     def text(self, caption: str) -> Tensor | None:
-        """The cached text embedding of a caption, [text length, width]; None without a cache."""
+        """Returns the cached text embedding of a caption, [text length, width]; None without a cache."""
         cache = self._indices["train"]
         return cache.text(caption) if isinstance(cache, Cache) else None

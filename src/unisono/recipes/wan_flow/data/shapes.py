@@ -17,7 +17,7 @@ from unisono.recipes.wan.tiny.encoded import encode, is_encoded, read
 from unisono.recipes.wan.tiny.shapes import Shapes
 
 _SIZE = 32
-_NUM_EVAL = 96  # four of each combination of colour and shape
+_NUM_EVAL = 96  # four for each combination of colour and shape
 
 
 class ShapesData:
@@ -46,19 +46,19 @@ class ShapesData:
             encode(work, self._shapes[split], self._split_folder(split), vae, self._condition)
 
     def dataset(self, split: str) -> Any:
-        """The samples of a split."""
+        """Reads the samples of a split."""
         shapes = self._shapes[split]
         captions = {shapes.plan(index).caption for index in range(len(shapes))}
         return read(shapes, self._split_folder(split), self._embeddings(captions))
 
     def most_tokens(self) -> int:
-        """The number of transformer tokens of a sample."""
+        """Returns the number of transformer tokens per sample."""
         geometry, shapes = self._encoders.geometry, self._shapes["train"]
         side = shapes.size // geometry.spatial_factor
         return geometry.tokens((0, 1 + shapes.num_frames // geometry.temporal_factor, side, side))
 
     def text(self, caption: str) -> Tensor:
-        """The text embedding of a caption, [text length, width]."""
+        """Returns the text embedding of a caption, [text length, width]."""
         return self._embeddings({caption})[caption]
 
     def _embeddings(self, captions: set[str]) -> dict[str, Tensor]:
