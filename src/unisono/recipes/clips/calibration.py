@@ -18,10 +18,10 @@ from unisono.recipes.clips.cutting.moments import Moment
 from unisono.recipes.clips.remarks import format_score
 
 HIGHLIGHTS, OTHERS = "score_of_highlights", "score_of_others"
-"""Evaluation metrics: the mean score of held-out clips that are highlights, and of those that are not."""
+"""Names of two evaluation metrics: the mean scores of held-out highlights and of the other held-out clips."""
 
 _OF_BEST = 0.1
-_OF_GAP = 0.25  # fraction of the gap; below 0.5, so that a moment of one highlight and one other clip is cut
+_OF_GAP = 0.25  # fraction of the gap between the means; below 0.5, so a moment that is half a highlight is still cut
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,13 @@ class Calibration:
 
     @property
     def floor(self) -> float:
-        """The lowest score to cut: a quarter of the way from other clips to highlights; 0 if others score higher."""
+        """Lowest score to cut: a quarter of the way from the others' mean to the highlights'; 0 if that is lower."""
         gap = self.highlights - self.others
         return self.others + _OF_GAP * gap if gap > 0 else 0.0
 
 
 def calibration_of(run: Path, step: int | None = None) -> Calibration | None:
-    """The calibration of a run's last evaluation (not after `step`, if given); None without held-out videos."""
+    """Reads a run's calibration from its last evaluation up to `step`, if given; None without held-out videos."""
     calibration = None
     with suppress(UserError):  # an unreadable file counts as empty
         for record in JsonLines(run / METRICS):
@@ -51,9 +51,10 @@ def calibration_of(run: Path, step: int | None = None) -> Calibration | None:
 
 
 def without_low(moments: Sequence[Moment], calibration: Calibration | None) -> tuple[list[Moment], str]:
-    """Drops moments (best first) below a tenth of the best score or below the run's floor; also returns a remark.
+    """Drops moments that score below a tenth of the best score or below the run's floor; also returns a remark.
 
-    The best moment always stays: on videos unlike those of the run, all scores may be low.
+    `moments` are sorted, best first. The best moment is never dropped, because all scores may be low if the video is
+    unlike the training videos.
     """
     if not moments:
         return [], ""

@@ -20,7 +20,7 @@ _MOST = {
 
 
 def check_config(config: Any) -> None:
-    """Raises ConfigError for values out of range and for settings that contradict each other."""
+    """Raises ConfigError if a value is out of range or if settings contradict each other."""
     check_paths(config, ("data_path", "media_path", "eval_data_path", "cache_dir"))
     if not config.data_path:
         raise ConfigError(
@@ -46,5 +46,5 @@ def check_config(config: Any) -> None:
 
 
 def selected_inputs(config: Any) -> list[str]:
-    """Returns the names in `use`; empty when the recipe chooses."""
+    """Returns the names in `use`; empty if the recipe chooses the inputs."""
     return [name.strip() for name in config.use.split(",") if name.strip()]

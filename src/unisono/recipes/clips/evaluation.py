@@ -22,8 +22,8 @@ def evaluate_videos(
 ) -> dict[str, tuple[Tensor, int]]:
     """Returns (sum, count) of every metric over the videos of a batch.
 
-    `logits` [videos, clips] are the model's output, `names` [videos] the names of the videos. A suffix marks the metric
-    of a baseline: `mAP_random`. A metric that is undefined for a video is not counted.
+    `logits` [videos, clips] are the model's output, `names` [videos] the names of the videos. The metrics of a baseline
+    have its name as a suffix: `mAP_random`. A video for which a metric is undefined does not count in it.
     """
     values: dict[str, list[float]] = {}
     for row, predicted in enumerate(torch.sigmoid(logits).cpu().numpy()):

@@ -6,11 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_NEAR = 0.05  # pairs of clips whose labelled scores differ by less are ignored
+_NEAR = 0.05  # the ranking loss ignores pairs of clips whose labelled scores differ by less
 
 
 def score_loss(logits: Tensor, scores: Tensor, kind: str) -> Tensor:
-    """Mean loss [windows] over the labelled clips of each window: cross-entropy (bce) or squared error (mse)."""
+    """Returns the mean loss [windows] over each window's labelled clips: cross-entropy (bce) or squared error (mse)."""
     labelled = ~scores.isnan()
     target = scores.nan_to_num()
     if kind == "bce":
@@ -21,11 +21,11 @@ def score_loss(logits: Tensor, scores: Tensor, kind: str) -> Tensor:
 
 
 def ranking_loss(logits: Tensor, scores: Tensor) -> Tensor:
-    """Mean [windows] of log(1 + e^(worse − better)) over all pairs of clips with different labelled scores.
+    """Returns the mean [windows] of log(1 + e^(worse − better)) over all pairs of clips with different labelled scores.
 
     Only the order of the scores decides which moments are cut. Most clips have similar scores, so the score loss alone
     can be small even if the few highlights do not score highest.
     """
-    better = scores[:, :, None] - scores[:, None, :] > _NEAR  # False where either is NaN
+    better = scores[:, :, None] - scores[:, None, :] > _NEAR  # False if either score is NaN
     pairs = F.softplus(logits[:, None, :] - logits[:, :, None])
     return (pairs * better).sum((1, 2)) / better.sum((1, 2)).clamp(min=1)

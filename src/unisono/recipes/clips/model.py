@@ -1,4 +1,4 @@
-"""The network that scores clips: encoders for the frames and sound of each clip, and a transformer over time."""
+"""The network that scores clips: encoders for each clip's frames and sound, and a transformer over time."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Scorer(nn.Module):
         return torch.stack(encoded).sum(0) / math.sqrt(len(encoded))
 
     def score_encoded(self, clips: Tensor) -> Tensor:
-        """Logits [windows, clips] of encoded clips, which attend to each other within a window."""
+        """Computes logits [windows, clips] from encoded clips, which attend to each other within a window."""
         for block in self.blocks:
             clips = block(clips)
         logits: Tensor = self.head(self.norm(clips))
@@ -64,7 +64,7 @@ class FrameEncoder(nn.Module):
         """Maps uint8 frames [windows, clips, F, H, W, 3] to [windows, clips, width]."""
         windows, clips = frames.shape[:2]
         x = frames.flatten(0, 1).permute(0, 4, 1, 2, 3).to(self.out.weight.dtype) / 127.5 - 1
-        # Frame differences are separate input channels, because a still background carries no information about motion.
+        # Adds frame differences as input channels, because they show motion without the still background.
         change = F.pad(x[:, :, 1:] - x[:, :, :-1], (0, 0, 0, 0, 1, 0))
         x = torch.cat([x, 4 * change], dim=1)
         for layer, norm in zip(self.layers, self.norms, strict=True):
@@ -133,11 +133,11 @@ class Block(nn.Module):
         return F.dropout(x, self.dropout, self.training)
 
 
-_BUCKETS = 16  # buckets of distances in each direction
+_BUCKETS = 16  # number of distance buckets in each direction
 
 
 def distance_buckets(distances: Tensor) -> Tensor:
-    """Maps signed distances to buckets: one per short distance, logarithmic for longer ones, without an upper limit."""
+    """Maps signed distances to buckets: one per short distance, then logarithmic ones; the last one is open-ended."""
     size, half = distances.abs(), _BUCKETS // 2
     far = half + (torch.log2(size.clamp(min=half) / half) * 2).long()
     bucket = torch.where(size < half, size, far).clamp(max=_BUCKETS)

@@ -17,7 +17,7 @@ from unisono.engine.recipe import Loss, Recipe, Work
 from unisono.errors import ConfigError, UserError
 from unisono.recipes.clips import settings
 
-if TYPE_CHECKING:  # `unisono train clips --help` must not import torch
+if TYPE_CHECKING:  # keeps `unisono train clips --help` from importing torch
     from torch import Tensor, nn
 
     from unisono.data.noise import Noise
@@ -50,7 +50,7 @@ class Clips(Recipe):
         "shuffle_labels",
         # The contents of a sample:
         *("clip_seconds", "frames_per_clip", "frame_size", "features", "feature_seconds", "use", "window"),
-        # The model; weights also load with a different number of heads, but then compute a different function:
+        # The model. The weights would also load with a different number of heads, but compute a different function:
         *("width", "layers", "heads"),
     )
     headline: ClassVar[Sequence[str]] = (
@@ -77,11 +77,11 @@ class Clips(Recipe):
     # Before training -----------------------------------------------------------------------------------------------
 
     def prepare(self, work: Work) -> None:
-        """Reads the labels and extracts the features of each video that are not in the cache yet."""
+        """Reads the labels, and extracts the features of the videos that are not in the cache yet."""
         from unisono.recipes.clips.data.extract import Extraction
         from unisono.recipes.clips.data.splits import make_mirror, read_splits
 
-        self.prepared = work.folder  # set here too for callers outside a run
+        self.prepared = work.folder  # set here too, for callers outside a run
         cache = Path(self.config.cache_dir).expanduser() if self.config.cache_dir else work.folder
         if self.config.data_path == settings.MIRROR:
             make_mirror(self.config, cache, work)
@@ -100,7 +100,7 @@ class Clips(Recipe):
 
     @cached_property
     def extraction_settings(self) -> ExtractSettings:
-        """The settings that decide which features are extracted from each clip."""
+        """The settings that determine which features are extracted from each clip."""
         from unisono.recipes.clips.data.features import ExtractSettings
 
         config = self.config
@@ -132,7 +132,7 @@ class Clips(Recipe):
         return Videos(videos, scores, list(self._inputs))
 
     def _record_inputs(self, video: Extracted) -> None:
-        """Writes the names and shapes of the model's inputs to the run folder, where `model()` reads them."""
+        """Writes the names and shapes of the model's inputs to the run folder, from which `model()` reads them."""
         from unisono.recipes.clips.checks import selected_inputs
         from unisono.recipes.common.cache_files import write_cache_file
 
@@ -148,7 +148,7 @@ class Clips(Recipe):
 
     @cached_property
     def _inputs(self) -> dict[str, tuple[int, ...]]:
-        """The inputs of the model, and the shape of each for one clip."""
+        """The names of the model's inputs, with their shapes for one clip."""
         if self.prepared is None or not (file := self.prepared / _INPUTS).is_file():
             raise UserError(
                 f"the run folder has no prepared/{_INPUTS}, which lists the inputs of the model; copy the whole folder"
@@ -177,7 +177,7 @@ class Clips(Recipe):
         return Loss(total.sum(), len(total), metrics)
 
     def evaluate(self, model: nn.Module, batch: Any, noise: Noise) -> Mapping[str, Any]:
-        """Computes the metrics of whole videos, for the model and for baselines."""
+        """Computes the metrics of the model and of the baselines on whole videos."""
         from unisono.recipes.clips.evaluation import evaluate_videos
         from unisono.recipes.clips.loss import score_loss
         from unisono.recipes.clips.scoring import logits_of

@@ -12,13 +12,13 @@ from unisono.recipes.clips.cutting.cut import Cut
 from unisono.recipes.clips.cutting.moments import Moment
 
 LEAST_SPREAD = 0.05
-"""Smallest difference between a video's best and worst score for which any part of it stands out."""
+"""Minimum difference between a video's best and worst score for any part of the video to stand out."""
 NEGLIGIBLE_S = 0.05
 """Tolerance in seconds (about one frame) for files that start early and for videos that are too short."""
 
 
 def about_scores(scores: ArrayLike) -> str:
-    """A remark if no part of the video stands out; empty otherwise, and for a video with a single score."""
+    """Returns a remark if no part of the video stands out; empty otherwise, and for a video with a single score."""
     finite = np.asarray(scores, np.float64)
     finite = finite[np.isfinite(finite)]
     if len(finite) < 2 or finite.max() - finite.min() >= LEAST_SPREAD:
@@ -28,14 +28,14 @@ def about_scores(scores: ArrayLike) -> str:
 
 
 def about_length(duration: float, shortest: float, moments: Sequence[Moment]) -> str:
-    """A remark if the video is shorter than the shortest allowed clip; the whole video is then one clip."""
+    """Returns a remark if the video is shorter than the shortest allowed clip, so the whole video is one clip."""
     if not moments or duration >= shortest - NEGLIGIBLE_S:
         return ""
     return f"the video is {duration:.1f} s long, shorter than --shortest {shortest:g}, so the whole video is one clip"
 
 
 def about_lowest(moments: Sequence[Moment], lowest: float) -> str:
-    """A remark if some moments are skipped because they score below --lowest_score."""
+    """Returns a remark if some moments are skipped because they score below --lowest_score."""
     low = [moment.score for moment in moments if moment.score < lowest]
     if not low:
         return ""
@@ -46,7 +46,7 @@ def about_lowest(moments: Sequence[Moment], lowest: float) -> str:
 
 
 def summary(clips: Sequence[tuple[Moment, Cut]], duration: float, seconds: float) -> str:
-    """The line printed when a video is done: its clips, and how long scoring took."""
+    """Returns the line to print when a video is done: its clips, and how long scoring took."""
     total = sum(moment.seconds for moment, _ in clips)
     text = f"{format_count(len(clips), 'clip')}, {total:.0f} of {duration:.0f} s, scored in {seconds:.1f} s"
     early = [moment.start - cut.start for moment, cut in clips if moment.start - cut.start > NEGLIGIBLE_S]
@@ -60,7 +60,7 @@ def summary(clips: Sequence[tuple[Moment, Cut]], duration: float, seconds: float
 
 
 def format_score(value: float) -> str:
-    """A score with two decimals, or one significant digit if it is small: 0.50, 0.0006."""
+    """Formats a score with two decimals, or with one significant digit if it is small: 0.50, 0.0006."""
     if 1e-6 <= abs(value) < 0.01:
         return f"{value:.1g}"
     return f"{value:.2f}" if abs(value) >= 0.01 else "0.00"

@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from unisono.recipes.clips.model import Scorer
     from unisono.recipes.clips.recipe import Clips
 
-_CLIPS_AT_ONCE = 64  # encoder batch size; fixed, because the last bits of a result depend on it
-_SMALL_MODEL = 3_000_000  # number of weights; the default model has a tenth of this
+_CLIPS_AT_ONCE = 64  # batch size of the encoder; fixed, because the last bits of a result depend on it
+_SMALL_MODEL = 3_000_000  # maximum number of weights of a small model; the default model has a tenth of this
 
 
 @dataclass(frozen=True)
 class Scored:
-    """The scores of a video, and properties that are known only after the whole file has been read."""
+    """The scores of a video, and its properties that are known only after the whole file has been read."""
 
     scores: NDArray[np.float64]
     """One score per clip [T], from 0 to 1."""
@@ -39,7 +39,7 @@ class Scored:
     has_sound: bool
     damage: Damage | None = None
     parts: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
-    """For the built-in scorer: the contribution of each part to each score. Their sum is the score."""
+    """For the built-in scorer: the contribution of each part to each score; the contributions add up to the score."""
 
 
 @torch.no_grad()
@@ -52,7 +52,7 @@ def score(
 ) -> Scored:
     """Scores a video of any length; memory grows by less than a kilobyte per clip.
 
-    Calls `progress` with the number of seconds of the video processed so far.
+    Calls `progress` with the seconds of the video that have been processed so far.
     """
     settings = recipe.extraction_settings
     if settings.features == FILES:
@@ -82,7 +82,7 @@ def score(
 
 @contextmanager
 def _suitable_threads(model: Scorer, device: torch.device | str) -> Iterator[None]:
-    """Uses one thread for a small model on the CPU: with shared cores, more threads mostly wait for each other."""
+    """Uses one thread for a small model on the CPU: if cores are shared, more threads mostly wait for each other."""
     threads = torch.get_num_threads()
     is_small = sum(weight.numel() for weight in model.parameters()) < _SMALL_MODEL
     if not is_small or torch.device(device).type != "cpu" or threads == 1:
@@ -126,7 +126,7 @@ class _Encoder:
 
 
 def logits_of(model: Scorer, inputs: Mapping[str, Tensor], window: int) -> Tensor:
-    """Logits [videos, clips] of whole videos."""
+    """Computes the logits [videos, clips] of whole videos."""
     length = next(iter(inputs.values())).shape[1]
     parts = [
         model.encode({kind: values[:, start : start + _CLIPS_AT_ONCE] for kind, values in inputs.items()})
@@ -136,9 +136,9 @@ def logits_of(model: Scorer, inputs: Mapping[str, Tensor], window: int) -> Tenso
 
 
 def window_logits(model: Scorer, encoded: Tensor, window: int) -> Tensor:
-    """Logits [videos, clips] of encoded clips [videos, clips, width].
+    """Computes the logits [videos, clips] of encoded clips [videos, clips, width].
 
-    Where windows overlap, their logits are averaged, weighted by the clip's distance from the end of the window.
+    Where windows overlap, averages their logits, weighted by the clip's distance from the end of each window.
     """
     length = encoded.shape[1]
     total, weight = encoded.new_zeros(encoded.shape[:2]), encoded.new_zeros(length)

@@ -1,4 +1,4 @@
-"""Loads a trained run as a scorer of videos, with its training data and its calibration."""
+"""Loads a trained run as a video scorer, with information about its training data and its calibration."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class VideoScorer:
-    """A function that scores videos, and the information about its run that clips.json and the page show."""
+    """A function that scores videos, with the information about its run that clips.json and the page show."""
 
     score: Callable[[Path, Callable[[float], None]], Scored]
-    """Scores a video; calls the callback with the number of seconds processed so far."""
+    """Scores a video; calls the callback with the seconds of the video that have been processed so far."""
     name: str = ""
     trained_on: str = ""
-    """The run's data_path; for the mirror set with the number of videos."""
+    """The run's data_path; for the mirror set, its name and number of videos."""
     calibration: Calibration | None = None
     mirror_size: int | None = None
     """Height and width of the training videos if the run was trained on the mirror set; otherwise None."""
@@ -43,7 +43,7 @@ class VideoScorer:
 def load_scorer(
     run: Path, *, step: str | None, weights: str, recipe_from: str | None, device: torch.device
 ) -> VideoScorer:
-    """Loads a run of the recipe `clips` as a scorer."""
+    """Loads a run of the recipe `clips` as a video scorer."""
     from unisono.engine.export import load_trained
     from unisono.recipes.clips.calibration import calibration_of
     from unisono.recipes.clips.model import Scorer

@@ -1,1 +1,1 @@
-"""Turns scores into video files: chooses moments, moves their ends to cut points, and copies or re-encodes them."""
+"""Turns scores into clips: chooses moments, moves their ends to cut points, and copies or re-encodes them."""

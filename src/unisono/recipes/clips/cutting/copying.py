@@ -1,4 +1,4 @@
-"""Copies the streams of a moment, starting at the key frame before it. This is instant and lossless."""
+"""Copies the streams of a moment, starting at the key frame before it, which is instant and lossless."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def copy(footage: Footage, moment: Moment, to: Path) -> tuple[float, float]:
-    """Copies the streams to a new file; returns the time range of the video that the file contains."""
+    """Copies the streams to a new file; returns the start and end of the part of the video that the file contains."""
     import av
 
     key_frame = footage.key_frame(moment.start)
@@ -41,7 +41,7 @@ def copy(footage: Footage, moment: Moment, to: Path) -> tuple[float, float]:
                         break
                 end = copying.video_end - footage.begin
         except (ValueError, OSError, av.error.FFmpegError) as error:
-            write_error = error  # raised below, because `open_media` would blame the source file
+            write_error = error  # raised below: inside `open_media`, the message would blame the source file
     if isinstance(write_error, OSError):
         raise write_error
     if write_error is not None:
@@ -50,7 +50,7 @@ def copy(footage: Footage, moment: Moment, to: Path) -> tuple[float, float]:
 
 
 def obstacle_to_copy(footage: Footage) -> str:
-    """The reason why the streams of a video cannot be copied to an MP4 file; empty if they can."""
+    """Returns the reason why a video's streams cannot be copied to an MP4 file; empty if they can."""
     import av
 
     with open_media(footage.path) as source:
@@ -93,8 +93,8 @@ class _Copy:
             for early in self._early:
                 self._write(early)
             return True
-        # Packets are in decoding order: a reference frame comes before the B-frames that are displayed before it. So
-        # copying stops at the first frame that is both decoded and displayed after the end of the moment.
+        # Packets are in decoding order: a reference frame comes before the B-frames that are displayed before it.
+        # Copying therefore stops at the first frame that is both decoded and displayed after the end of the moment.
         if packet.dts * tick >= self._end and (not is_video or packet.pts * tick > self.video_end - 1e-6):
             self._finished.add(packet.stream_index)
             return len(self._finished) < len(self._copies)
@@ -106,7 +106,7 @@ class _Copy:
 
     def _write(self, packet: Any) -> None:
         tick = float(packet.time_base)
-        # Frames that are displayed before the first key frame depend on earlier frames, which are not copied.
+        # Skips frames that are displayed before the first key frame, because they depend on frames that are not copied.
         if packet.pts * tick < self._origin - 1e-3:
             return
         if packet.stream_index == self._video:

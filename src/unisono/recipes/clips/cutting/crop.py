@@ -1,4 +1,4 @@
-"""Crops a video to another aspect ratio, with a window of fixed size that follows the motion smoothly."""
+"""Crops a video to another aspect ratio with a window of fixed size that smoothly follows the motion."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from unisono.recipes.clips.cutting.edges import shots
 from unisono.recipes.clips.cutting.moments import Moment
 from unisono.recipes.clips.video.footage import Footage
 
-_RATE = 8.0  # frames per second to analyse
+_RATE = 8.0  # number of frames to analyse per second
 _LONGER_SIDE = 64  # width or height of the analysed frames, in pixels
-_NUM_POSITIONS = 33  # number of window positions that are considered
+_NUM_POSITIONS = 33  # number of window positions to consider
 _SPEED_COST = 0.1  # cost of moving the window; at 0.1, the window takes about a second to cross half a frame
-_CENTRE_BONUS = 0.03  # keeps the window in the centre if nothing moves
-_NOISE = 0.001  # mean difference between frames (full scale is 1) that is mostly noise
-_FRAMES_APART = 2  # motion is the difference between a frame and the one this many frames before it
+_CENTRE_BONUS = 0.03  # reward for the centre, so the window stays there if nothing moves
+_NOISE = 0.001  # mean difference between frames (full scale is 1) below which it is mostly noise
+_FRAMES_APART = 2  # motion is the difference between frames that are this many frames apart
 _SMOOTH_S = 0.35  # standard deviation of the smoothing, in seconds
 
 
@@ -36,7 +36,7 @@ class Crop:
     """Position of the window's centre at `times`: 0 to 1 along the side that is cropped."""
 
     def size(self, height: int, width: int, pixel_aspect: float = 1.0) -> tuple[int, int]:
-        """Height and width of the window in an upright frame, in pixels: the largest even numbers that fit."""
+        """Returns the window's height and width in pixels of an upright frame: the largest even numbers that fit."""
         shape = self.aspect / pixel_aspect  # aspect ratio of the window in pixels of the video
         if width > height * shape:
             width = round(height * shape)
@@ -45,16 +45,16 @@ class Crop:
         return max(2, height // 2 * 2), max(2, width // 2 * 2)
 
     def corner(self, time: float, height: int, width: int, pixel_aspect: float = 1.0) -> tuple[int, int]:
-        """The window's top and left edge at a time, in pixels; both are even, so that chroma planes can be cropped."""
+        """Returns the window's top and left edges at a time, in pixels; even numbers, as chroma planes require."""
         high, wide = self.size(height, width, pixel_aspect)
         centre = float(np.interp(time, self.times, self.centres)) if len(self.times) else 0.5
         top, left = ((centre * full - part / 2) for full, part in ((height, high), (width, wide)))
-        # Along the side that is not cropped, at most one line is cut off (for an even size), so the position is 0.
+        # Along the side that is not cropped, at most one line is cut off (to get an even size), so the position is 0.
         return (_even(top, height - high), _even(left, width - wide))
 
 
 def parse_aspect(text: str) -> float:
-    """Parses an aspect ratio such as 9:16; ConfigError if it is invalid."""
+    """Parses an aspect ratio such as 9:16; raises ConfigError if it is invalid."""
     match = re.fullmatch(r"(\d{1,4})[:x/](\d{1,4})", text.strip())
     sides = [int(side) for side in match.groups()] if match else []
     if not sides or not all(sides) or not 0.1 <= sides[0] / sides[1] <= 10:
@@ -85,7 +85,7 @@ def follow(video: Path | Footage, moment: Moment, aspect: float) -> Crop:
 def path(
     frames: NDArray[np.uint8], times: NDArray[np.float64], share: float, cuts: Sequence[float] = ()
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Returns times, and the window's centre at each of them; the window covers the fraction `share` of the width.
+    """Returns times, and the position of the window's centre at each time; the window covers `share` of the width.
 
     `frames` [N, height, width, 3] are small frames. In each shot the window covers as much motion as possible while it
     moves slowly; it jumps only between shots.
@@ -108,10 +108,10 @@ def path(
 
 
 def _motion_inside(frames: NDArray[np.uint8], positions: NDArray[np.float64], share: float) -> NDArray[np.float64]:
-    """For each frame and window position, the fraction of the motion inside the window plus a bonus for the centre."""
+    """Returns, for each frame and window position, the fraction of the motion in the window plus a centre bonus."""
     luma = frames.mean(axis=3) / 255
-    # Compares frames a quarter of a second apart, so that slow motion is visible. The first frames have no earlier
-    # frame and are compared with later ones.
+    # Compares frames a quarter of a second apart, so that slow motion is visible. The first frames are compared with
+    # later frames, because there are no earlier ones.
     compared = np.concatenate([luma[_FRAMES_APART : 2 * _FRAMES_APART], luma[:-_FRAMES_APART]])[: len(luma)]
     change = np.abs(luma - compared)
     # Subtracts camera motion, which changes the whole frame.
@@ -119,7 +119,7 @@ def _motion_inside(frames: NDArray[np.uint8], positions: NDArray[np.float64], sh
     columns = change.mean(axis=1)
     width = columns.shape[1]
     distance = np.abs((np.arange(width)[:, None] + 0.5) / width - positions) / (share / 2)
-    # The weights form a parabola, so that motion in the centre of the window counts most.
+    # Uses weights that form a parabola, so that motion in the centre of the window counts most.
     weights = np.maximum(1 - distance**2, 0)
     inside = columns @ weights / (columns.sum(axis=1, keepdims=True) + _NOISE * width)
     return np.asarray(inside + _CENTRE_BONUS * (1 - np.abs(positions - 0.5) * 2))
@@ -128,12 +128,12 @@ def _motion_inside(frames: NDArray[np.uint8], positions: NDArray[np.float64], sh
 def _best_path(
     rewards: NDArray[np.float64], positions: NDArray[np.float64], times: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """The path with the highest sum of rewards [N, positions] minus the cost of movement (Viterbi)."""
+    """Returns the path with the highest sum of rewards [N, positions] minus costs of movement (Viterbi algorithm)."""
     steps = np.diff(times, prepend=times[0] - 1 / _RATE).clip(1e-3)
     squared = (positions[:, None] - positions[None]) ** 2  # [from, to]
     best, previous = rewards[0] * steps[0], []
     for number in range(1, len(rewards)):
-        # The cost is squared speed times duration: a slow pan costs less than a fast pan over the same distance.
+        # The cost is the squared speed times the duration: a slow pan costs less than a fast pan of the same distance.
         options = best[:, None] - _SPEED_COST * squared / steps[number]
         previous.append(options.argmax(axis=0))
         best = options.max(axis=0) + rewards[number] * steps[number]

@@ -1,7 +1,7 @@
 """Cuts a moment out of a video, by copying its streams or by re-encoding it.
 
-A stream copy is instant and lossless, but can only start at a key frame, so it starts at the last one before the
-moment. Re-encoding (H.264 and AAC in MP4) starts and ends at the exact frame.
+A stream copy is instant and lossless, but it can only start at a key frame: the last key frame before the moment. A
+re-encoded clip (H.264 and AAC in MP4) starts and ends at the exact frame.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from unisono.recipes.clips.video.footage import Footage
 
 @dataclass(frozen=True)
 class Cut:
-    """A new file and the time range of the video that it contains; a copy may start before the moment."""
+    """A new file and the part of the video that it contains; a stream copy may start before the moment."""
 
     path: Path
     start: float

@@ -16,13 +16,13 @@ from unisono.recipes.clips.video.footage import Footage
 
 _BINS = 8  # bins per channel of a colour histogram
 _BLOCKS = 4  # frames are also compared by the means of 4×4 blocks, because two shots may have the same colours
-_CHANGE = 0.15  # fraction of the largest possible difference; a smaller change is not a cut
-_ABOVE_AROUND = 4.0  # a cut changes the picture at least this many times as much as the median change around it
-_AROUND = 12  # number of changes before and after a cut to compare it with, to rule out a shaking camera
+_CHANGE = 0.15  # minimum change at a cut, as a fraction of the largest possible difference
+_ABOVE_AROUND = 4.0  # minimum change at a cut, relative to the median change around it
+_AROUND = 12  # number of changes before and after a cut in that median, which rules out a shaking camera
 _LOUD_QUANTILE, _PAUSE_BELOW = 0.9, 0.1  # a pause is quieter than this fraction of the loud parts
 _SHORTEST_PAUSE = 0.15  # seconds
-_QUIETEST = 1e-4  # relative to full scale; sound that is never louder has no pauses
-_STEP = 0.02  # seconds
+_QUIETEST = 1e-4  # relative to full scale; sound that is quieter throughout has no pauses
+_STEP = 0.02  # seconds between two measurements of the loudness
 _SIZE = (48, 27)  # width and height at which frames are compared
 _RATE = 16_000
 
@@ -37,9 +37,9 @@ class Edge:
 
 
 def shots(frames: NDArray[np.uint8], times: NDArray[np.float64]) -> list[Edge]:
-    """Scene cuts in small frames [N, height, width, 3], each at the time of the first frame of the new shot.
+    """Finds the scene cuts in small frames [N, height, width, 3], each at the time of the new shot's first frame.
 
-    A frame that differs from both neighbours, while they are similar to each other, is a flash and not a cut.
+    If a frame differs from both neighbours but these are similar to each other, it is a flash and not a cut.
     """
     looks = np.stack([_look(frame) for frame in frames]) if len(frames) else np.zeros((0, 1))
     steps = _differences(looks, 1)  # steps[i] is the difference between frames i and i + 1
@@ -56,7 +56,7 @@ def shots(frames: NDArray[np.uint8], times: NDArray[np.float64]) -> list[Edge]:
 
 
 def silences(loudness: NDArray[np.floating], times: NDArray[np.float64]) -> list[Edge]:
-    """The middle of each pause, found in the loudness (root mean square, full scale 1) at evenly spaced times."""
+    """Finds the middle of each pause, from the loudness (root mean square, full scale 1) at evenly spaced times."""
     if len(loudness) < 2:
         return []
     loud = float(np.quantile(loudness, _LOUD_QUANTILE))
@@ -73,7 +73,7 @@ def silences(loudness: NDArray[np.floating], times: NDArray[np.float64]) -> list
 
 
 def edges_around(video: Path | Footage, moments: Sequence[Moment], within_s: float) -> list[Edge]:
-    """The edges within `within_s` seconds of the ends of the moments; reads only these parts of the video."""
+    """Finds the edges within `within_s` seconds of the moments' ends; reads only these parts of the video."""
     footage = video if isinstance(video, Footage) else Footage(video)
     edges: set[Edge] = set()
     for time in sorted({end for moment in moments for end in (moment.start, moment.end)}):
@@ -101,11 +101,12 @@ def snap(
     longest: float = math.inf,
     duration: float = math.inf,
 ) -> list[Moment]:
-    """Moves the ends of moments (best first) to a scene cut, or else a pause, at most `within_s` seconds away.
+    """Moves each end of a moment to a scene cut, or otherwise to a pause, at most `within_s` seconds away.
 
-    If two moments then overlap, the one with the lower score is shortened, or dropped if it would become too short; so
-    the result for fewer moments is a prefix of the result for more. If moving one end makes a moment too short, the
-    other end moves too. An end that cannot move without an overlap or an invalid length stays where it is.
+    `moments` are sorted, best first. If two moments then overlap, the one with the lower score is shortened, or dropped
+    if it would become too short. The result for fewer moments is therefore a prefix of the result for more moments. If
+    moving one end makes a moment too short, the other end moves too. An end that cannot move without an overlap or an
+    invalid length stays where it is.
     """
     placed: list[Moment] = []
     for moment in moments:
@@ -120,7 +121,7 @@ def snap(
         if fitted is None:
             continue
         start, end = fitted
-        start_is_at_edge = False  # if True, moving the end must not move the start
+        start_is_at_edge = False  # if True, moving the end must not move the start away from its edge
         for bound in (moment.start, moment.end):
             is_start = bound == moment.start
             near = [edge for edge in edges if abs(edge.time - bound) <= within_s and low <= edge.time <= high]
@@ -137,7 +138,7 @@ def snap(
 
 @dataclass(frozen=True)
 class _Room:
-    """The time range that a moment must stay in, and the limits of its length."""
+    """The time range that a moment must stay in, and its minimum and maximum length."""
 
     low: float
     high: float
@@ -145,10 +146,10 @@ class _Room:
     most: float
 
     def fitted(self, start: float, end: float, *, keep_start: bool) -> tuple[float, float] | None:
-        """Fits the ends into the range; a moment that is too short is extended at the end that may move."""
+        """Fits a moment into the range; if it becomes too short, extends it at an end that may move."""
         start, end = max(start, self.low), min(end, self.high)
         lacking = self.least - (end - start)
-        if lacking > self.least / 2:  # most of the moment would be outside
+        if lacking > self.least / 2:  # less than half of the minimum length is inside the range
             return None
         if lacking > 1e-9:
             start, end = (start, end + lacking) if keep_start else (start - lacking, end)
@@ -157,13 +158,13 @@ class _Room:
 
 
 def _look(frame: NDArray[np.uint8]) -> NDArray[np.float64]:
-    """Describes a frame so that moving objects change little: colour histograms and the brightness of blocks."""
+    """Describes a frame by colour histograms and the brightness of blocks, which change little if objects move."""
     pixels = frame.reshape(-1, 3)
     bins = pixels // (256 // _BINS)
     colours = [np.bincount(bins[:, channel], minlength=_BINS) / len(bins) for channel in range(3)]
     luma = frame.mean(axis=2)
     rows = [part for row in np.array_split(luma, _BLOCKS) for part in np.array_split(row, _BLOCKS, axis=1)]
-    # Scaled so that both parts of the difference between two frames lie in 0..1.
+    # Scales both parts so that the difference between two frames is from 0 to 1 in each.
     return np.concatenate([np.concatenate(colours) / 3 / 2, np.array([part.mean() for part in rows]) / 255 / len(rows)])
 
 

@@ -1,4 +1,4 @@
-"""Re-encodes a moment of a video as H.264 and AAC, with exact ends, optionally cropped and scaled."""
+"""Re-encodes a moment of a video as H.264 and AAC with exact start and end, optionally cropped and scaled."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ if TYPE_CHECKING:
     from av.video.frame import VideoFrame
     from av.video.stream import VideoStream
 
-_TICK = Fraction(1, 90_000)  # time base of the video: a whole number of ticks per frame at all usual frame rates
+_TICK = Fraction(1, 90_000)  # time base of the video; at all usual frame rates, a frame is a whole number of ticks
 _AAC_RATES = (48_000, 44_100, 32_000, 24_000, 22_050, 16_000, 12_000, 11_025, 8_000)
 _AAC_SAMPLES = 1024
 _QUALITY = {"crf": "19", "preset": "fast"}
-_HALF_FRAME = 0.02  # in seconds; at a variable frame rate, half of the mean duration would be meaningless
+_HALF_FRAME = 0.02  # seconds; fixed, because half of the mean duration is meaningless at a variable frame rate
 _LIMITED_RANGE = 1  # FFmpeg's number for limited range
 
 
 def encode(
     footage: Footage, moment: Moment, to: Path, crop: Crop | None, height: int | None = None
 ) -> tuple[float, float]:
-    """Re-encodes a moment, scaled to `height` pixels if given; returns the time range that the file contains."""
+    """Re-encodes a moment, scaled to `height` pixels if given; returns the start and end of the part in the file."""
     half = min(0.5 / footage.fps, _HALF_FRAME)
     frames = footage.frames(moment.start, min(moment.end, footage.duration) + half)
     first_two = list(islice(frames, 2))
     if not first_two:
         raise UserError(f"{footage.path}: no frame can be read at {moment.start:.1f} s")
-    # Starts at the frame nearest to the moment's start, so that frames stay evenly spaced. If that is too far away
-    # (within a frame of long duration), the clip starts exactly at the moment.
+    # Starts at the frame nearest to the moment's start, so that frames stay evenly spaced. If that frame is too far
+    # away (because a frame lasts long), the clip starts exactly at the moment's start.
     near = [time for time, _ in first_two if abs(time - moment.start) <= half + 1e-6]
     origin = min(near, key=lambda time: abs(time - moment.start)) if near else moment.start
     if len(first_two) == 2 and first_two[1][0] <= origin:
@@ -74,7 +74,7 @@ def encode(
 def _video_stream(
     output: OutputContainer, footage: Footage, crop: Crop | None, height: int | None
 ) -> tuple[VideoStream, _Prepare]:
-    """Adds the video stream; also returns the function that prepares each frame for it."""
+    """Adds the video stream; also returns a function that prepares frames for the stream."""
     import av
 
     name = "libx264" if "libx264" in av.codecs_available else "h264"
@@ -104,7 +104,7 @@ class _Prepare:
         self._whole = height, width
         self._window = crop.size(height, width, footage.pixel_aspect) if crop else (height, width)
         self.size, self.pixel_aspect = self._window, Fraction(footage.pixel_aspect).limit_denominator(1000)
-        if target_height:  # the scaled frame has square pixels
+        if target_height:  # scaled frames have square pixels
             shape = crop.aspect if crop else width * footage.pixel_aspect / height
             self.size, self.pixel_aspect = (_even(target_height), _even(target_height * shape)), Fraction(1)
         with open_media(footage.path) as container:
@@ -148,7 +148,7 @@ def _even(length: float) -> int:
 
 
 def _planes(pixels: NDArray[Any], height: int, width: int) -> list[NDArray[Any]]:
-    """The luma plane and the two chroma planes of a 4:2:0 frame."""
+    """Returns the luma plane and the two chroma planes of a 4:2:0 frame."""
     luma, chroma = np.split(pixels.reshape(-1), [height * width])
     return [luma.reshape(height, width), *chroma.reshape(2, height // 2, width // 2)]
 
@@ -170,7 +170,7 @@ class _SoundTrack:
         self._written = 0
 
     def write(self, until: float | None) -> None:
-        """Writes the sound up to the time `until`, or all remaining sound if it is None."""
+        """Writes the sound up to the time `until`; None writes all remaining sound."""
         import av
 
         while until is None or self._written < until * self._rate:
@@ -189,7 +189,7 @@ class _SoundTrack:
 
 def _mux(output: OutputContainer, packets: Any, durations: dict[int, int]) -> None:
     for packet in packets:
-        # The encoder does not set the durations of frames, but the last frame's duration determines the file's length.
+        # The encoder does not set the packets' durations, but the last frame's duration determines the file's length.
         duration = durations.get(packet.pts)
         if duration is not None and packet.time_base == _TICK:
             packet.duration = duration

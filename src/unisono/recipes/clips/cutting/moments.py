@@ -1,4 +1,4 @@
-"""Chooses the best moments of a video by its scores; moments do not overlap and have a limited length."""
+"""Chooses the best moments of a video by its scores; moments do not overlap, and their length is limited."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from numpy.typing import ArrayLike, NDArray
 from unisono.errors import ConfigError
 
 _JOIN_FROM = 0.5  # a neighbouring clip joins a moment if it scores at least halfway from the typical clip to the moment
-_FLAT = 1e-6  # smaller differences are rounding errors, and do not decide between two clips
-_TINY = 1e-6  # seconds
+_FLAT = 1e-6  # smaller score differences are rounding errors and do not decide between two clips
+_TINY = 1e-6  # tolerance in seconds for rounding errors
 
 
 @dataclass(frozen=True)
@@ -38,15 +38,15 @@ def pick(
     gap: float = 2.0,
     duration: float | None = None,
 ) -> list[Moment]:
-    """The `number` best moments of a video, best first, and the earlier first in a tie.
+    """Returns the `number` best moments of a video, best first; in a tie, the earlier moment first.
 
     With a smaller `number`, the result is a prefix of the same list.
 
-    A moment starts as the best-scoring stretch of the shortest length, and grows towards its better neighbour as long
-    as that clip stands out from the video too. Moments are at least `gap` seconds apart and contain no clip without a
-    score (NaN). A video shorter than the shortest moment is one moment; if nothing stands out, moments have the
-    shortest length and start at the beginning. `duration` is the length of the video, which may end within its last
-    clip.
+    A moment starts as the best-scoring stretch of the shortest length. It then grows by its better neighbouring clip as
+    long as that clip stands out from the video too. Moments are at least `gap` seconds apart and contain no clip
+    without a score (NaN). A video shorter than the shortest moment is one moment. If nothing stands out, moments have
+    the shortest length and are taken from the beginning of the video. `duration` is the length of the video, which may
+    end within its last clip.
     """
     _check(clip_seconds, number, shortest, longest, gap)
     values = np.asarray(scores, np.float64)
@@ -78,17 +78,17 @@ class _Stretches:
     ) -> None:
         total = np.concatenate([[0.0], np.cumsum(np.where(free, values, 0.0) * np.diff(times))])
         taken = np.concatenate([[0], np.cumsum(~free)])
-        lasts = np.searchsorted(times, times[:-1] + least - _TINY)  # the first end at which the stretch is long enough
+        lasts = np.searchsorted(times, times[:-1] + least - _TINY)  # index of the end at which a stretch is long enough
         self._lasts = lasts[lasts <= len(values)]
         firsts = np.arange(len(self._lasts))
         self._free = taken[self._lasts] == taken[firsts]
         means = (total[self._lasts] - total[firsts]) / (times[self._lasts] - times[firsts])
         self._order = np.argsort(-means, kind="stable")
         self._falling = means[self._order]
-        self._at = 0  # position in the sorted order; all stretches before it are taken
+        self._at = 0  # position in the sorted order; no stretch before it is free
 
     def best(self) -> tuple[int, int] | None:
-        """The free stretch first:last with the highest mean (the earliest in a tie); None if none is left."""
+        """Returns the free stretch first:last with the highest mean (in a tie, the earliest); None if none is left."""
         while self._at < len(self._order) and not self._free[self._order[self._at]]:
             self._at += 1
         if self._at == len(self._order):
@@ -120,7 +120,7 @@ def _grow(
             sides.append((values[first - 1], -1))
         if last < len(values) and free[last] and times[last + 1] - times[first] <= longest + _TINY:
             sides.append((values[last], 1))
-        best, side = max(sides, default=(-np.inf, 0))  # the later neighbour if both are equal
+        best, side = max(sides, default=(-np.inf, 0))  # in a tie, the later neighbour
         if best <= threshold:
             return first, last
         first, last = (first - 1, last) if side < 0 else (first, last + 1)

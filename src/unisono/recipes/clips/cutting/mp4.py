@@ -1,4 +1,4 @@
-"""Writes MP4 files that appear only when complete and never overwrite another file."""
+"""Writes MP4 files that appear only when they are complete and never overwrite another file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def new_file(to: Path) -> Iterator[Path]:
-    """Yields a temporary path; on success the file is renamed to `to`, or UserError if `to` exists by then."""
+    """Yields a temporary path; on success, renames the file to `to`, or raises UserError if `to` exists by then."""
     taken = f"{to} already exists and is not overwritten; choose another --output_dir"
     if os.path.lexists(to):
         raise UserError(taken)
@@ -35,6 +35,7 @@ def writing(path: Path) -> Iterator[OutputContainer]:
     """Opens a new MP4 file for writing."""
     import av
 
-    # Absolute path: FFmpeg takes `http:clip` for a URL. faststart lets a browser play it before it is fully loaded.
+    # Passes an absolute path, because FFmpeg would take `http:clip` for a URL. faststart lets browsers play the file
+    # before it is fully loaded.
     with av.open(str(path.absolute()), mode="w", format="mp4", options={"movflags": "+faststart"}) as container:
         yield container

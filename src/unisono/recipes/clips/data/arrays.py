@@ -1,4 +1,4 @@
-"""A folder with the arrays of one video. The folder appears only when it is complete.
+"""Stores the arrays of one video in a folder that appears only when it is complete.
 
 Each array is a .npy file and grows block by block while the video is read; `facts.json` lists shapes and types.
 """
@@ -22,7 +22,7 @@ from unisono.errors import UserError
 
 FACTS = "facts.json"
 
-_HEADER = 256  # bytes reserved at the start of a file: the length of the array is known only at the end
+_HEADER = 256  # bytes reserved for the header, which is written last, when the array's length is known
 _DTYPES = ("uint8", "float16", "float32")
 
 
@@ -33,7 +33,7 @@ class ArrayFolder:
         self._path = path
 
     def facts(self) -> dict[str, Any] | None:
-        """The content of facts.json; None if the folder does not exist, is incomplete or is damaged."""
+        """Reads facts.json; returns None if the folder does not exist, is incomplete or is damaged."""
         with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             stored = json.loads((self._path / FACTS).read_bytes())
             arrays = {}
@@ -53,7 +53,7 @@ class ArrayFolder:
 
     @contextmanager
     def writing(self) -> Iterator[NewArrays]:
-        """Writes to a temporary folder, which `commit` renames to this one; without a commit, it is removed."""
+        """Yields arrays in a temporary folder, which `commit` renames to this folder; removes it without a commit."""
         partial = temporary_name(self._path)
         try:
             partial.mkdir(parents=True)
@@ -90,7 +90,7 @@ class NewArrays:
             self._shapes[name] = (length + len(new), *rest)
 
     def commit(self, **facts: Any) -> None:
-        """Completes the files and gives the folder its final name."""
+        """Completes the files and renames the folder to its final name."""
         for name, file in self._open.items():
             file.seek(0)
             file.write(_npy_header(self._shapes[name], np.dtype(self._dtypes[name])))
@@ -104,7 +104,7 @@ class NewArrays:
         sync_folder(self._partial)
         if ArrayFolder(self._final).facts() is not None:  # another process has written the folder meanwhile
             return
-        if self._final.exists():  # written by an earlier run, and damaged since
+        if self._final.exists():  # a damaged folder from an earlier run
             damaged = self._partial.with_suffix(".damaged.part")
             os.rename(self._final, damaged)
             shutil.rmtree(damaged, ignore_errors=True)

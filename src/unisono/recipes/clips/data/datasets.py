@@ -1,4 +1,4 @@
-"""Datasets of clips: windows of videos to train on, whole videos to evaluate on."""
+"""Datasets of clips: windows of videos for training, whole videos for evaluation."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Windows(Dataset[Item]):
         return len(self._windows)
 
     def shape(self, index: int) -> tuple[int]:
-        """The number of clips; a micro-batch contains windows of one length."""
+        """Returns the number of clips, because a micro-batch contains only windows of equal length."""
         _, start, stop = self._windows[index]
         return (int(stop - start),)
 
@@ -57,7 +57,7 @@ class Videos(Dataset[Item]):
         return len(self._videos)
 
     def shape(self, index: int) -> tuple[int]:
-        """The number of clips."""
+        """Returns the number of clips."""
         return (self._videos[index].num_clips,)
 
     def __getitem__(self, index: int) -> Item:
@@ -68,7 +68,7 @@ class Videos(Dataset[Item]):
 
 
 def windows_of(clips: int, window: int) -> list[tuple[int, int]]:
-    """The first and last clip (exclusive) of each window of a video; all windows of a video have the same length."""
+    """Returns first:last of each window of a video; all windows of one video have the same length."""
     if clips <= window:
         return [(0, clips)]
     step = max(1, window // 2)
@@ -77,5 +77,5 @@ def windows_of(clips: int, window: int) -> list[tuple[int, int]]:
 
 
 def shuffled(scores: Sequence[NDArray[np.float32]], seed: int) -> list[NDArray[np.float32]]:
-    """The scores of each video in random order."""
+    """Shuffles the scores within each video."""
     return [np.random.RandomState((seed, number)).permutation(values) for number, values in enumerate(scores)]

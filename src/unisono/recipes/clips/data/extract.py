@@ -7,9 +7,9 @@
                    facts.json     shapes and facts about the video; written last
              bad/<key>.json       the reason why a file cannot be used
 
-A key is a hash of everything that decides the content: the file's name, size and modification time, and the settings.
-The folder of a video appears atomically, so a restarted run continues with the missing videos. Memory use does not
-depend on the length of a video.
+A key is a hash of everything that determines the content: the file's name, size and modification time, and the
+settings. The folder of a video appears atomically, so a restarted run continues with the missing videos. Memory use
+does not depend on the length of a video.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ from unisono.recipes.common.bad_files import BadFiles, BadMedia, first_few, usab
 from unisono.recipes.common.cache_files import remove_leftovers
 from unisono.recipes.common.fingerprint import Keys
 
-_FORMAT = 2  # part of the key, so that arrays of another format are extracted again
+_FORMAT = 2  # part of the key, so arrays in another format are extracted again
 _MB = 1_000_000
 _MOST_MESSAGES = 3  # warnings about bad files during extraction; open() reports all bad files
 
 
 class Source(Protocol):
-    """A video, or existing features of one; implemented by `Labelled`."""
+    """A video or its precomputed features; implemented by `Labelled`."""
 
     @property
     def name(self) -> str: ...
@@ -64,7 +64,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Extracted:
-    """The paths and shapes of one video's arrays on disk: cheap to send to loader workers, which open the arrays."""
+    """The paths and shapes of one video's arrays; cheap to send to loader workers, which then open the arrays."""
 
     source: Any
     folder: str
@@ -78,7 +78,7 @@ class Extracted:
 
     def array(self, name: str) -> NDArray[Any]:
         """Returns one of `arrays`, memory-mapped: [num_clips, ...]."""
-        # Opens the file for each read: that takes microseconds, and forked workers do not share a file handle.
+        # Opens the file for each read: this takes microseconds, and forked workers must not share a file handle.
         array: NDArray[Any] = np.load(os.path.join(self.folder, f"{name}.npy"), mmap_mode="r", allow_pickle=False)
         return array
 
@@ -106,12 +106,12 @@ class Extraction:
         """Warnings for the user; set by open()."""
 
     def fill(self, work: Work, workers: int = 1) -> None:
-        """Extracts this process's share of the missing videos in `workers` threads; can be interrupted and repeated."""
+        """Extracts this process's share of the missing videos in `workers` threads; continues after an interruption."""
         self._folder.mkdir(parents=True, exist_ok=True)
         remove_leftovers(self._folder)
         sources = dict(zip(self._keys, self._sources, strict=True))
-        # Divides all videos among the processes, not only the missing ones: a process that looked later would see fewer
-        # missing videos and divide them differently.
+        # Processes divide all videos, not only the missing ones: a process that looked later would see fewer missing
+        # videos and divide them differently.
         mine = [key for key in work.share(list(sources)) if ArrayFolder(self._folder / key).facts() is None]
         sizes = {key: _size(self._file_of(sources[key])) for key in sources}
         read, stop = _Megabytes(sizes, mine), threading.Event()
@@ -143,7 +143,7 @@ class Extraction:
     def _extract(
         self, stopping: Callable[[], bool], device: str, key: str, source: Source, read: _Megabytes
     ) -> str | None:
-        """Extracts a video; returns the problem if it cannot be used."""
+        """Extracts a video; returns the problem if the video cannot be used."""
         if stopping():
             raise _Stopped
         try:
@@ -202,9 +202,9 @@ class Extraction:
             return self._model
 
     def open(self, leave_out_bad: bool = False) -> list[Extracted]:
-        """Returns the videos, once all processes have extracted their share.
+        """Returns the videos after all processes have extracted their shares.
 
-        An unusable file is an error; with `leave_out_bad` it is skipped.
+        Raises an error for an unusable file, or skips it with `leave_out_bad`.
         """
         facts = {key: ArrayFolder(self._folder / key).facts() for key in set(self._keys)}
         extracted = {key: values for key, values in facts.items() if values is not None}
@@ -257,14 +257,14 @@ class Extraction:
 
 
 class _Megabytes:
-    """Progress in megabytes read, because decoding time grows with the size of a file."""
+    """Measures progress in megabytes read, because decoding time grows with the file size."""
 
     def __init__(self, sizes: dict[str, int], mine: Sequence[str]) -> None:
         self._sizes, self._shares = sizes, dict.fromkeys(mine, 0.0)
         self.total = _megabytes(sum(sizes[key] for key in mine))
 
     def reached(self, key: str, share: float) -> None:
-        """Sets the fraction of a file that its thread has read."""
+        """Sets the fraction of a file that has been read."""
         self._shares[key] = min(1.0, share)
 
     @property

@@ -1,6 +1,6 @@
 """Reads users' feature files (.npy, .npz or .h5): one row per time interval of a video.
 
-The files are untrusted: nothing in them is executed, no file that they link to is read, and each is checked before use.
+The files are untrusted: nothing in them is executed, links to other files are not followed, and the content is checked.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from unisono.recipes.common.bad_files import BadMedia
 
 FEATURES = (".npy", ".npz", ".h5", ".hdf5")
 
-_MOST_BYTES = 2**32  # largest size of one video's features, uncompressed
-_MOST_CHUNK = 2**28  # bytes; HDF5 uncompresses a whole chunk to read any part of it
-_BUILT_IN_FILTERS = {1, 2, 3, 32000}  # deflate, shuffle, fletcher32, lzf; h5py loads no plugin for them
+_MOST_BYTES = 2**32  # maximum size of one video's features, uncompressed
+_MOST_CHUNK = 2**28  # maximum chunk size in bytes, because HDF5 uncompresses a whole chunk to read any part of it
+_BUILT_IN_FILTERS = {1, 2, 3, 32000}  # deflate, shuffle, fletcher32 and lzf, for which h5py needs no plugin
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,10 @@ class FeatureFile:
     path: Path
     group: str = ""
     seconds: float | None = None
-    """Seconds that a row covers; None: the length of a clip."""
+    """Number of seconds that a row covers; None: the length of a clip."""
 
     def rows(self) -> NDArray[Any]:
-        """The features [N, D] as stored in the file; BadMedia if they cannot be used."""
+        """Reads the features [N, D] as stored in the file; raises BadMedia if they cannot be used."""
         read = {".npy": _npy, ".npz": _npz}.get(self.path.suffix.lower(), self._h5)
         try:
             rows = read(self.path)
@@ -51,7 +51,7 @@ class FeatureFile:
         return rows
 
     def clips(self, clip_seconds: float) -> NDArray[np.float32]:
-        """The features [T, D] of each clip: the mean of the rows that overlap it, weighted by the overlap."""
+        """Reads the features [T, D] of each clip: the mean of the rows that overlap it, weighted by the overlap."""
         rows = self.rows()
         clips = np.asarray(rows if self.seconds is None else _averaged(rows, self.seconds, clip_seconds), np.float32)
         if not np.isfinite(clips).all():
@@ -66,13 +66,13 @@ class FeatureFile:
 
 @contextmanager
 def opened_h5(path: Path) -> Iterator[Any]:
-    """Opens an HDF5 file for reading; BadMedia if it is damaged or not HDF5."""
+    """Opens an HDF5 file for reading; raises BadMedia if it is damaged or not HDF5."""
     import h5py  # type: ignore[import-untyped]
 
     if not path.is_file():
         raise BadMedia(path, "there is no such file")
     try:
-        # Does not require a lock, because nothing writes to the file, and some file systems do not support locks.
+        # "best-effort": needs no lock, because nothing writes to the file, and some file systems do not support locks.
         with h5py.File(path, "r", locking="best-effort") as file:
             yield file
     except (OSError, RuntimeError, ValueError, TypeError, KeyError) as error:  # h5py has no common exception class
@@ -80,7 +80,7 @@ def opened_h5(path: Path) -> Iterator[Any]:
 
 
 def child(path: Path, group: Any, name: str) -> Any:
-    """Returns a member of a group. Only hard links are followed, because others can point to another file."""
+    """Returns a member of a group. Follows only hard links, because other links can point to another file."""
     import h5py
 
     if not isinstance(group, h5py.Group) or not isinstance(group.get(name, getlink=True), h5py.HardLink):
@@ -121,17 +121,17 @@ def _npz(path: Path) -> NDArray[Any]:
 
 
 def _features_name(path: Path, names: list[str]) -> str:
-    """The array that holds the features: the one called `features`, or the only one."""
+    """Returns the name of the array with the features: `features`, or the only name."""
     if "features" not in names and len(names) != 1:
         raise BadMedia(path, f"contains {', '.join(map(repr, names[:3])) or 'nothing'}; expected 'features'")
     return "features" if "features" in names else names[0]
 
 
 def _averaged(rows: NDArray[Any], seconds: float, clip_seconds: float) -> NDArray[np.float64]:
-    """The mean [T, D] over each clip of rows that cover `seconds` each."""
+    """Averages rows that cover `seconds` each over clips: [T, D]."""
     end = len(rows) * seconds
     edges = np.minimum(np.arange(math.ceil(end / clip_seconds - 1e-6) + 1) * clip_seconds, end)
-    # The cumulative sum of the rows, interpolated linearly at the edges of the clips.
+    # Interpolates the cumulative sum of the rows linearly at the edges of the clips.
     summed = np.concatenate([np.zeros((1, rows.shape[1])), np.cumsum(rows, axis=0, dtype=np.float64)])
     position = edges / seconds
     low = np.minimum(position.astype(np.int64), len(rows) - 1)

@@ -1,6 +1,6 @@
-"""The features of each clip: frames, log-mel spectrogram and statistics, or the output of a feature model.
+"""Computes the features of each clip: frames, log-mel spectrogram and statistics, or a feature model's output.
 
-A feature model is a vision model of transformers in a local folder, or a function of the user.
+A feature model is a vision model for transformers in a local folder, or a function that the user wrote.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ class ExtractSettings:
     clip_seconds: float = 2.0
     frames_per_clip: int = 8
     size: int = 32
-    """Height and width of the frames that are stored."""
+    """Height and width of the stored frames."""
     sample_rate: int = 16_000
     mel_steps: int = 20
     mel_bands: int = 32
     features: str = BUILTIN
-    """Kind: builtin (frames, mel, stats), files (features), transformers:FOLDER or module:function (mel, stats too)."""
+    """builtin (frames, mel, stats), files (features), transformers:FOLDER or module:function (features, mel, stats)."""
     feature_size: int = 224
-    """Size of the shorter side of the frames that are passed to a feature model, in pixels."""
+    """Length in pixels of the shorter side of the frames that a feature model gets."""
 
     @property
     def decoded_size(self) -> tuple[int, int] | int:
-        """The size at which frames are decoded: height and width, or the shorter side for a feature model."""
+        """The size of decoded frames: height and width or, for a feature model, the length of the shorter side."""
         return (self.size, self.size) if self.features in (BUILTIN, FILES) else self.feature_size
 
 
@@ -57,11 +57,11 @@ array or a tensor. Frames are upright RGB; sound has one channel and is zero whe
 `BLOCK` consecutive clips of one video."""
 
 BLOCK = 16
-"""Clips per call of a feature model. Fixed, because the last bits of a result depend on the batch it is in."""
+"""Number of clips per call of a feature model. Fixed, because the last bits of a result depend on the batch size."""
 
 
 def model_of(kind: str, device: str = "cpu") -> FeatureModel | None:
-    """The model that computes features of this kind; None for kinds that need no model."""
+    """Returns the model that computes features of this kind; None for kinds that need no model."""
     if kind in (BUILTIN, FILES):
         return None
     if kind.startswith(TRANSFORMERS):
@@ -70,7 +70,7 @@ def model_of(kind: str, device: str = "cpu") -> FeatureModel | None:
 
 
 def fingerprint(kind: str) -> str:
-    """A hash of the model files, or of the file of the user's function, that compute features of this kind."""
+    """Hashes the model's files, or the file with the user's function, that compute features of this kind."""
     if kind in (BUILTIN, FILES):
         return kind
     if kind.startswith(TRANSFORMERS):
@@ -83,7 +83,7 @@ def fingerprint(kind: str) -> str:
 def _compute(
     kind: str, model: FeatureModel, frames: NDArray[np.uint8], sound: NDArray[np.float32], rate: int
 ) -> NDArray[np.float16]:
-    """The features [clips, D] of some clips; ConfigError if the model's result has the wrong type or shape."""
+    """Computes the features [clips, D] of some clips; raises ConfigError if the result has the wrong type or shape."""
     try:
         output = model(frames, sound, rate)
         features = np.asarray(output.detach().float().cpu() if isinstance(output, Tensor) else output, dtype=np.float32)
@@ -104,7 +104,7 @@ def _compute(
 
 
 class _VisionModel:
-    """A vision model of transformers in a folder; the features of a clip are the mean over its frames."""
+    """A vision model for transformers in a folder; a clip's features are the mean over its frames."""
 
     def __init__(self, folder: Path, device: str) -> None:
         from transformers import AutoImageProcessor, AutoModel
@@ -113,7 +113,7 @@ class _VisionModel:
         local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
         try:
             self._processor = AutoImageProcessor.from_pretrained(folder, **local)  # type: ignore[no-untyped-call]
-            # Never loads .bin files: unpickling them can execute arbitrary code.
+            # Never loads .bin files, because unpickling them can execute arbitrary code.
             self._model = AutoModel.from_pretrained(folder, use_safetensors=True, dtype=torch.float32, **local)
         except (OSError, ValueError, ImportError, KeyError) as error:
             message = " ".join(str(error).split())[:200]
@@ -147,7 +147,7 @@ def _model_folder(folder: Path) -> Path:
 
 
 def _user_function(kind: str) -> tuple[FeatureModel, Path | None]:
-    """The function that `package.module:function` or `file.py:function` names, and the file that defines it."""
+    """Imports the function `package.module:function` or `file.py:function`; also returns the file that defines it."""
     module, _, name = kind.rpartition(":")
     if not module or not name.isidentifier():
         raise ConfigError(

@@ -1,7 +1,7 @@
-"""Parsers of the supported label formats; every error names the line.
+"""Parses the supported label formats; every error message names the line.
 
 - labels.csv: video,start,end,score, with times in seconds (or as 1:02:03.5). Parts of the video that no line covers
-  have the score 0; a line without a score marks a part as not labelled.
+  have the score 0; a line without a score marks a part as unlabelled.
 - .jsonl files of QVHighlights: saliency scores (0 to 4) of three annotators for clips of 2 s; other clips score 0.
 - .h5 files of Mr. HiSum: features and gtscore (0 to 1) for every second.
 """
@@ -38,7 +38,7 @@ class LabelEntry:
 
     where: str  # file and line, for error messages
     name: str  # name of the video in the file
-    segments: NDArray[np.float64]  # [n, 3] start, end and score (0 to 1, or NaN: not labelled)
+    segments: NDArray[np.float64]  # [n, 3] start, end and score (0 to 1, or NaN: unlabelled)
     rest: float = 0.0  # the score outside the segments
     duration: float | None = None
     features: FeatureFile | None = None  # only Mr. HiSum's files contain features
@@ -55,7 +55,7 @@ def labels_in(file: Path, highest_score: float) -> Iterator[LabelEntry]:
 
 
 def _csv(file: Path, highest: float) -> Iterator[LabelEntry]:
-    # strict, because otherwise an unclosed quote would swallow the rest of the file.
+    # strict=True, because otherwise an unclosed quote would swallow the rest of the file.
     lines = Tree(file.parent).lines(file.name, _MOST_BYTES)
     reader = csv.reader((f"{line}\n" for _, line in lines), strict=True)
     try:
@@ -177,5 +177,5 @@ def _hisum(file: Path) -> Iterator[LabelEntry]:
             starts = np.arange(num_rows) * _HISUM_SECONDS
             segments = np.stack([starts, starts + _HISUM_SECONDS, scores.astype(np.float64)], axis=1)
             features = FeatureFile(file, name, _HISUM_SECONDS)
-            # A video may be longer than its rows; the rest is not labelled.
+            # A video may be longer than its rows cover; the rest is unlabelled.
             yield LabelEntry(where, name, segments, math.nan, num_rows * _HISUM_SECONDS, features)

@@ -1,6 +1,6 @@
-"""Labelled videos: the human scores of parts of each video, and the files of the video.
+"""Reads labelled videos: the human scores for parts of each video, and the video's files.
 
-`label_formats` parses the label files. Videos and feature files lie next to the labels, or in `videos/` and
+`label_formats` parses the label files. Videos and feature files are next to the label file, or in `videos/` and
 `features/` there; a name in a label file can only refer to files inside that folder.
 """
 
@@ -26,19 +26,19 @@ from unisono.recipes.common.tree import Outside, Tree, one_line
 
 @dataclass(frozen=True, eq=False)
 class Labelled:
-    """A video, or its features, and the scores of its parts."""
+    """A video or its features, with the scores of its parts."""
 
     name: str
-    """The path of the video in the folder; all queries about a video have the same name."""
+    """The path of the video in the folder; the same for all queries about a video."""
     video: Path | None
     features: FeatureFile | None
     duration: float | None
     """Duration in seconds; None if the label file does not contain it."""
     clip_seconds: float
     segments: NDArray[np.float64]
-    """Start, end and score (0 to 1) of each part [n, 3], sorted and without overlaps; NaN means not labelled."""
+    """Start, end and score (0 to 1) of each part [n, 3], sorted and without overlaps; NaN means unlabelled."""
     rest: float = 0.0
-    """The score of everything outside the segments; NaN means not labelled."""
+    """The score of everything outside the segments; NaN means unlabelled."""
     where: str = ""
     query: str | None = None
     qid: int | str | None = None
@@ -48,10 +48,10 @@ class Labelled:
     def scores_for(
         self, num_clips: int, *, duration: float | None = None, cut_off: bool = False
     ) -> NDArray[np.float32]:
-        """Returns the mean score (0 to 1) of each clip, [num_clips]; NaN when less than half of a clip is labelled.
+        """Returns the mean score (0 to 1) of each clip, [num_clips]; NaN if less than half of a clip is labelled.
 
-        `duration` shortens the last clip. A label after the end of the video is an error, unless the file is truncated
-        (`cut_off`).
+        `duration` shortens the last clip. Raises an error if a label lies after the end of the video, unless the file
+        is truncated (`cut_off`).
         """
         edges: NDArray[np.float64] = np.arange(num_clips + 1, dtype=np.float64) * self.clip_seconds
         if duration is not None and duration > edges[-2]:
@@ -76,13 +76,13 @@ class Labelled:
         return scores
 
     def _area(self, heights: NDArray[np.float64], edges: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The integral of the segments' heights between consecutive edges, [len(edges) - 1]."""
+        """Integrates the segments' heights between consecutive edges, [len(edges) - 1]."""
         if not len(heights):
             return np.zeros(len(edges) - 1)
         areas = heights * (self.segments[:, 1] - self.segments[:, 0])
         after = np.cumsum(areas)
         times, summed = self.segments[:, :2].reshape(-1), np.stack([after - areas, after], axis=1).reshape(-1)
-        last = np.append(np.diff(times) > 0, True)  # removes duplicate times: a segment may start when another one ends
+        last = np.append(np.diff(times) > 0, True)  # removes duplicate times: a segment may start where another ends
         return np.asarray(np.diff(np.interp(edges, times[last], summed[last])))
 
 
@@ -99,10 +99,10 @@ def read_labels(
 ) -> list[Labelled]:
     """Reads the labelled videos of a folder or of a label file, always in the same order.
 
-    `media` is the folder of the videos and feature files, if it is not that of the labels. Scores in a CSV file range
-    from 0 to `highest_score`. A row of a feature file covers `feature_seconds`, by default one clip. A label without a
-    video is an error; with `leave_out_bad` it is skipped, and `remark` is called with a note about it. A symbolic link
-    that points outside the folder is an error, unless `follow_links` is set.
+    `media` is the folder with the videos and feature files, if they are not next to the labels. Scores in a CSV file
+    range from 0 to `highest_score`. A row of a feature file covers `feature_seconds`, by default one clip. A label
+    without a video raises an error; with `leave_out_bad`, it is skipped, and `remark` is called with a note. A symbolic
+    link that points outside the folder raises an error unless `follow_links` is set.
     """
     if not 0 < clip_seconds < math.inf or not 0 < highest_score < math.inf:
         raise ConfigError(f"clip_seconds {clip_seconds}, highest_score {highest_score}: both must be above 0")
@@ -207,14 +207,14 @@ class _Files:
         return _Media(video or features or inside, path(video) if video else None, rows)
 
     def _first(self, name: str, folder: str, suffixes: tuple[str, ...]) -> str | None:
-        # Does not use Path.suffix, because names may contain dots: those of QVHighlights end with .0
+        # Does not use Path.suffix, because names may contain dots: names in QVHighlights end in .0
         suffix_of_name = next((end for end in (*VIDEOS, *FEATURES) if name.lower().endswith(end)), "")
         names = [name] if suffix_of_name and suffix_of_name in suffixes else []
         names += [name[: len(name) - len(suffix_of_name)] + suffix for suffix in suffixes]
         return next((each for each in [*names, *(f"{folder}/{each}" for each in names)] if each in self._tree), None)
 
     def check_missing(self, labels: Path, any_exists: bool, leave_out_bad: bool) -> str:
-        """Raises ConfigError for labels whose files do not exist, or returns a remark if they are skipped."""
+        """Raises ConfigError if the files of a label do not exist; if such labels are skipped, returns a remark."""
         if not self._missing:
             if not any_exists:
                 raise ConfigError(f"{labels} contains no labels; expected {','.join(COLUMNS)} or a line per query")

@@ -84,7 +84,7 @@ def _mirror_folder(config: Any, folder: Path, split: str) -> Path:
 
 
 def _remove_generated(folder: Path) -> None:
-    """Removes the partial dataset of a killed process: generated videos and labels, and nothing else."""
+    """Removes a partial dataset that a killed process left: generated videos and labels, but no other files."""
     for file in folder.glob("*.mp4"):
         file.unlink()
     (folder / LABELS).unlink(missing_ok=True)

@@ -1,8 +1,8 @@
-"""Features of a clip that are computed without a model: named statistics, and a log-mel spectrogram.
+"""Computes the features of a clip that need no model: named statistics, and a log-mel spectrogram.
 
 The baselines (`metrics/baselines.py`) score clips by single statistics, for comparison with a trained model. This
-module uses numpy instead of torch: for such small arrays, and with processes that share cores, torch's threads would
-spend ten times longer waiting for each other than computing.
+module uses numpy instead of torch: with such small arrays, and if processes share cores, torch's threads spent ten
+times longer waiting for each other than computing.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Floats = NDArray[np.float64]
 def stats(
     frames: NDArray[np.uint8], sound: NDArray[np.float32], powers: Floats, sample_rate: int
 ) -> NDArray[np.float16]:
-    """The statistics [len(STATS)] of a clip, from its frames [F, H, W, 3], samples and `spectra`."""
+    """Computes the statistics [len(STATS)] of a clip from its frames [F, H, W, 3], samples and `spectra`."""
     pixels = frames.astype(np.float64) / 255
     if pixels.shape[1] * pixels.shape[2] > 64 * 64:  # makes the statistics nearly independent of the frame size
         pixels = _pooled(_pooled(pixels, 1, 32), 2, 32)
@@ -72,27 +72,27 @@ def stats(
 
 
 def _decibel(power: Floats | np.float64) -> Floats:
-    """Loudness from 0 (silence) to 1 (full scale)."""
+    """Converts power to loudness from 0 (silence) to 1 (full scale)."""
     decibel = 10 * np.log10(np.maximum(power, 1e-12))
     return np.asarray((decibel.clip(_QUIETEST, 0) - _QUIETEST) / -_QUIETEST)
 
 
 def _spectral_centroid(powers: Floats) -> float:
-    """The power-weighted mean frequency, as a fraction of the highest frequency."""
+    """Returns the power-weighted mean frequency, as a fraction of the highest frequency."""
     spectrum = powers.sum(axis=0)
     total = spectrum.sum()
     return float((spectrum * np.linspace(0, 1, len(spectrum))).sum() / total) if total > 1e-9 else 0.0
 
 
 def log_mel(powers: Floats, sample_rate: int, steps: int, bands: int) -> NDArray[np.float16]:
-    """The log-mel spectrogram [steps, bands] of a clip, from its `spectra`: -1 for silence, about 0 for loud sound."""
-    # Averages over time first: the result is the same, and the matrix product is smaller.
+    """Computes a clip's log-mel spectrogram [steps, bands] from its `spectra`: -1 is silence, about 0 loud sound."""
+    # Averages over time first, because the result is the same and the matrix product is smaller.
     mel = _pooled(powers, 0, steps) @ _mel_filters(sample_rate, bands)
     return np.asarray(np.log10(np.maximum(mel, 1e-8)) / 8, dtype=np.float16)
 
 
 def _pooled(values: Floats, axis: int, parts: int) -> Floats:
-    """Average pooling of an axis to `parts` values; parts that do not divide it evenly overlap by one item."""
+    """Pools an axis to `parts` averages; parts overlap by one item if `parts` does not divide the axis's length."""
     size = values.shape[axis]
     starts = np.arange(parts) * size // parts
     stops = -(-(np.arange(parts) + 1) * size // parts)
@@ -106,7 +106,7 @@ def _window_length(sample_rate: int) -> int:
 
 
 def spectra(sound: NDArray[np.float32], sample_rate: int) -> Floats:
-    """The power spectrum over time, [times, frequencies] (Hann window); 1 is a full-scale tone."""
+    """Computes the power spectrum over time, [times, frequencies] (Hann window); 1 is a full-scale tone."""
     length, step = _window_length(sample_rate), max(1, round(_STEP_S * sample_rate))
     window = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(length) / length)
     padded = np.pad(sound.astype(np.float64), length // 2)
@@ -116,7 +116,7 @@ def spectra(sound: NDArray[np.float32], sample_rate: int) -> Floats:
 
 @functools.lru_cache(maxsize=8)
 def _mel_filters(sample_rate: int, bands: int) -> Floats:
-    """Triangular filters [frequencies, bands], equally spaced on the mel scale."""
+    """Returns triangular filters [frequencies, bands], equally spaced on the mel scale."""
     size = _window_length(sample_rate) // 2 + 1
     frequencies = np.linspace(0, sample_rate / 2, size)
     edges = 700 * (10 ** (np.linspace(_mel(_LOWEST_HZ), _mel(sample_rate / 2), bands + 2) / 2595) - 1)

@@ -1,10 +1,10 @@
 """The mirror set: generated videos in which only a pattern distinguishes highlights from decoys.
 
-If highlights merely moved more, frame difference would find them, and good metrics of a trained model would prove
+If highlights merely moved more, the frame difference would find them, and good metrics of a trained model would prove
 nothing. Here every highlight has a decoy that is its mirror image: the same dot on the same circle at the same speed
-with the same sound, but it moves anticlockwise where the highlight moves clockwise. Both have the same brightness,
-colour, motion and loudness, and no single frame reveals which is which. Calm clips lie between them. The files are real
-MP4 with sound; their content is a function of (seed, split, number).
+with the same sound, except that it moves anticlockwise where the highlight moves clockwise. Both have the same
+brightness, colour, amount of motion and loudness, and no single frame reveals which is which. Calm clips lie between
+them. The files are real MP4 files with sound; their content depends only on (seed, split, number).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PATTERNS = ("motion", "sound", "none")
 
 _HIGHLIGHTS = 0.19  # fraction of clips that are highlights; the same fraction are decoys
 _SAMPLE_RATE = 8_000
-_AUDIO_NOISE = 0.01  # background noise, as in any recording; the encoder is slow on pure silence next to a tone
+_AUDIO_NOISE = 0.01  # background noise, as in any recording; without it, the encoder is slow
 _MOST_NOISE = 30.0  # largest standard deviation of the noise in frames, on a scale of 0 to 255
 _CONTRAST = 140.0  # mean difference between dot and background, on a scale of 0 to 255
 _BT709, _LIMITED_RANGE = 1, 1  # FFmpeg's numbers for BT.709 and limited range
@@ -42,7 +42,7 @@ class Plan:
 
     kinds: NDArray[np.int64]  # [T] CALM, HIGHLIGHT or DECOY
     turns: NDArray[np.float64]  # [T] revolutions per clip; positive is clockwise
-    phases: NDArray[np.float64]  # [T] where the dot starts, in radians
+    phases: NDArray[np.float64]  # [T] angle at which the dot starts, in radians
     centres: NDArray[np.float64]  # [T, 2] offset of the circle's centre from the frame's: x and y in frame widths
     loudness: NDArray[np.float64]  # [T]
     pitches: NDArray[np.float64]  # [T] in Hz
@@ -53,18 +53,18 @@ class Plan:
 
     @property
     def scores(self) -> NDArray[np.float32]:
-        """The score of each clip [T]: 1 for highlights, 0 for all others."""
+        """Score of each clip [T]: 1 for highlights, 0 for all others."""
         return np.asarray(self.kinds == HIGHLIGHT, dtype=np.float32)
 
 
 def plan(seed: int, split: str, number: int, num_clips: int = 30, pattern: str = "motion") -> Plan:
-    """The content of a video of the set."""
+    """Draws the content of one video of the set."""
     if pattern not in PATTERNS:
         raise ConfigError(f"pattern {pattern!r}: expected one of {', '.join(PATTERNS)}")
     if num_clips < 4:
         raise ConfigError(f"num_clips {num_clips}: expected at least 4, for a highlight, its decoy and calm clips")
     key = f"{seed}\0{split}\0{number}".encode()
-    # numpy guarantees that RandomState never changes its numbers.
+    # Uses RandomState, because numpy guarantees that its numbers never change.
     random = np.random.RandomState(np.frombuffer(hashlib.sha256(key).digest(), np.uint32))
     pairs = max(1, round(_HIGHLIGHTS * num_clips))
     order = random.permutation(num_clips)
@@ -89,11 +89,11 @@ def plan(seed: int, split: str, number: int, num_clips: int = 30, pattern: str =
 
     for values in (turns, phases, centres, loudness, pitches, sweeps):
         values[decoys] = values[highlights]
-    if pattern != "sound":  # mirrored
+    if pattern != "sound":  # the decoy moves like the highlight in a mirror
         turns[decoys] *= -1
         phases[decoys] = np.pi - phases[highlights]
         centres[decoys, 0] *= -1
-    else:  # the highlight's tone played backwards: it starts at the pitch at which the highlight ends
+    else:  # the decoy's tone is the highlight's tone backwards: it starts at the pitch at which the highlight's ends
         pitches[decoys] *= 2.0 ** sweeps[highlights]
         sweeps[decoys] *= -1
     background = random.uniform(40, 110, (4, 4, 3))
@@ -114,15 +114,15 @@ def plan(seed: int, split: str, number: int, num_clips: int = 30, pattern: str =
 def frames_of(
     plan: Plan, size: int = 32, fps: int = 4, clip_seconds: float = 2.0, noise: float = 0.0
 ) -> NDArray[np.uint8]:
-    """The frames [frames, size, size, 3] of a video, before encoding.
+    """Draws the frames [frames, size, size, 3] of a video, before encoding.
 
-    `noise` is the standard deviation of the noise relative to the contrast of the dot. Strong noise would be clipped,
-    so the contrast is reduced instead.
+    `noise` is the standard deviation of the noise relative to the dot's contrast. Strong noise would be clipped, so the
+    contrast is reduced instead.
     """
     per_clip = round(fps * clip_seconds)
     number = np.arange(len(plan.kinds) * per_clip)
     clip = number // per_clip
-    # Angles are computed at the middle of each frame, so that a clip and its mirror image show the same angles.
+    # Computes angles at the middle of each frame, so that a clip and its mirror image show the same angles.
     angle = plan.phases[clip] + 2 * np.pi * plan.turns[clip] * ((number % per_clip + 0.5) / per_clip)
     x, y = np.meshgrid(*[(np.arange(size) + 0.5) / size - 0.5] * 2)
     dot_x = plan.centres[clip, 0] + 0.3 * np.cos(angle)
@@ -139,7 +139,7 @@ def frames_of(
 
 
 def sound_of(plan: Plan, clip_seconds: float = 2.0, sample_rate: int = _SAMPLE_RATE) -> NDArray[np.float32]:
-    """The sound [samples] of a video, before encoding: in each clip a tone that rises or falls."""
+    """Generates the sound [samples] of a video, before encoding: in each clip, a tone that rises or falls."""
     per_clip = round(clip_seconds * sample_rate)
     time = np.arange(per_clip) / per_clip
     envelope = np.minimum(1, np.minimum(time, 1 - time) * 20)  # avoids clicks between clips
@@ -198,7 +198,7 @@ def make(
 
 
 def _interpolated(colours: NDArray[np.float64], size: int) -> NDArray[np.float64]:
-    """A grid of colours [4, 4, 3], interpolated bilinearly to [size, size, 3]."""
+    """Interpolates a grid of colours [4, 4, 3] bilinearly to [size, size, 3]."""
     position = np.linspace(0, len(colours) - 1, size)
     low = np.minimum(position.astype(int), len(colours) - 2)
     weight = (position - low)[:, None, None]

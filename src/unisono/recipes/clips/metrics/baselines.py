@@ -1,4 +1,4 @@
-"""Untrained baselines that a trained model has to beat before its metrics mean anything."""
+"""Untrained baselines, which a trained model has to beat before its metrics mean anything."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 def kinds_for(names: Sequence[str]) -> tuple[Kind, ...]:
-    """The baselines that can be computed from these columns of statistics; feature files have no statistics."""
+    """Returns the baselines that can be computed from these statistics; feature files have no statistics."""
     return tuple(kind for kind in KINDS if kind in names or kind in ("random", "centre", "earliest"))
 
 
 def scores(kind: Kind, stats: NDArray[np.floating], names: Sequence[str], *, video: str = "") -> NDArray[np.float64]:
-    """A score [T] from 0 to 1 for each clip, from the statistics [T, D] with columns `names`.
+    """Returns a score [T] from 0 to 1 for each clip, from the statistics [T, D] with columns `names`.
 
-    random: seeded by the video's name, so the same in every run and on every rank. centre, earliest: by position alone.
-    frame_difference, loudness: that column, scaled to 0..1; all 0 if it is constant (no sound).
+    random: seeded by the video's name, so equal in all runs and on all ranks. centre, earliest: depend only on the
+    position. frame_difference, loudness: the column of this name, scaled to 0..1; all 0 if it is constant (no sound).
     """
     length = len(stats)
     if kind == "random":

@@ -17,11 +17,11 @@ Scores = NDArray[np.float64]
 
 
 def interpolated_average_precision(positive: ArrayLike, scores: ArrayLike) -> float:
-    """Average precision as in QVHighlights: the mean over recall levels of the best precision at that recall or higher.
+    """Average precision as in QVHighlights: averages, over recall levels, the best precision at that recall or higher.
 
     Clips with equal scores form one point of the curve, which counts once, no matter how many positives it adds.
-    Without ties this is the usual interpolated average precision; for constant scores it is the fraction of positives.
-    The result is 0 without positives, and 1 if all clips are positive.
+    Without ties, this is the usual interpolated average precision; for constant scores it is the fraction of positives.
+    Returns 0 without positives, and 1 if all clips are positive.
     """
     positive, scores = _checked(positive, scores)
     if positive.all() or not positive.any():
@@ -34,7 +34,7 @@ def interpolated_average_precision(positive: ArrayLike, scores: ArrayLike) -> fl
 def average_precision(positive: ArrayLike, scores: ArrayLike) -> float:
     """Average precision as in Mr. HiSum: the precision at each point, weighted by the recall that it adds.
 
-    Clips with equal scores form one point, so their order does not matter. The result is NaN without positives.
+    Clips with equal scores form one point, so their order does not matter. Returns NaN without positives.
     """
     positive, scores = _checked(positive, scores)
     if not positive.any():
@@ -44,15 +44,15 @@ def average_precision(positive: ArrayLike, scores: ArrayLike) -> float:
 
 
 def hit_at_1(positive: ArrayLike, scores: ArrayLike) -> float:
-    """1 if the clip with the highest score (the earliest in a tie) is positive, otherwise 0."""
+    """Returns 1 if the clip with the highest score (in a tie, the earliest) is positive, otherwise 0."""
     positive, scores = _checked(positive, scores)
     return float(positive[int(np.argmax(scores))]) if len(scores) else math.nan
 
 
 def kendall_tau(truth: ArrayLike, scores: ArrayLike) -> float:
-    """Kendall's τ-b: the agreement of the order of all pairs of clips, corrected for ties.
+    """Kendall's τ-b: how well the order of all pairs of clips agrees, corrected for ties.
 
-    The result is 0 for constant scores, and NaN for constant truth, which has no order.
+    Returns 0 for constant scores, and NaN for constant truth, which has no order.
     """
     a, b = _labelled(truth, scores)
     concordant = ties_a = ties_b = 0
@@ -68,9 +68,9 @@ def kendall_tau(truth: ArrayLike, scores: ArrayLike) -> float:
 
 
 def spearman_rho(truth: ArrayLike, scores: ArrayLike) -> float:
-    """Spearman's ρ: the correlation of the ranks, where equal values share their mean rank.
+    """Spearman's ρ: the correlation of the ranks; equal values share their mean rank.
 
-    The result is 0 for constant scores, and NaN for constant truth.
+    Returns 0 for constant scores, and NaN for constant truth.
     """
     a, b = (_ranks(values) for values in _labelled(truth, scores))
     if not len(a) or np.ptp(a) == 0:
@@ -84,13 +84,13 @@ def top_share_precision(truth: ArrayLike, scores: ArrayLike, share: float, clip_
     """Mr. HiSum's MAP50 (`share` 0.5) or MAP15 (0.15) of one video.
 
     Truth and scores are averaged over segments of 5 seconds. The positives are the segments with the highest truth: the
-    fraction `share` of all segments, rounded down, but at least one; in a tie, earlier segments. The result is the
-    average precision. It is NaN if fewer than two segments are labelled, or if all have the same truth.
+    fraction `share` of all segments, rounded down, but at least one segment; in a tie, the earlier ones. Returns the
+    average precision, or NaN if fewer than two segments are labelled or all have the same truth.
     """
     truth, scores = np.asarray(truth, np.float64), np.asarray(scores, np.float64)
     if truth.shape != scores.shape:
         raise ValueError(f"{scores.shape} scores for {truth.shape} labels")
-    scores = np.where(np.isnan(truth), np.nan, scores)  # both are averaged over the same clips
+    scores = np.where(np.isnan(truth), np.nan, scores)  # so that both are averaged over the same clips
     truth, scores = _labelled(segment_means(truth, clip_seconds), segment_means(scores, clip_seconds))
     if len(truth) < 2 or np.ptp(truth) == 0:
         return math.nan
@@ -102,9 +102,9 @@ def top_share_precision(truth: ArrayLike, scores: ArrayLike, share: float, clip_
 def segment_means(
     values: ArrayLike, clip_seconds: float, segment_seconds: float = _HISUM_SEGMENT_SECONDS
 ) -> NDArray[np.float64]:
-    """The mean of the clips in each segment, weighted by overlap; the last segment may be shorter.
+    """Averages the clips in each segment, weighted by their overlap; the last segment may be shorter.
 
-    Clips without a value (NaN) are ignored; a segment that contains only such clips is NaN.
+    Ignores clips without a value (NaN); a segment that contains only such clips is NaN.
     """
     values = np.asarray(values, np.float64)
     has_value = ~np.isnan(values)
@@ -122,7 +122,7 @@ def segment_means(
 def of_video(
     truth: ArrayLike, scores: ArrayLike, clip_seconds: float = 2.0, *, positive_from: float = 0.5
 ) -> dict[str, float]:
-    """All metrics of one video; NaN if undefined. Ignores clips that are not labelled (truth NaN).
+    """Computes all metrics of one video; NaN if undefined. Ignores unlabelled clips (truth NaN).
 
     A clip is positive if its truth is at least `positive_from`. mAP follows QVHighlights, except that it is NaN
     instead of 0 without a positive clip. A score that is not finite ranks below all others.
@@ -144,7 +144,7 @@ def of_video(
 
 
 def _curve(positive: NDArray[np.bool_], scores: Scores) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """The number of positives with at least a score, and the precision, for each distinct score, highest first."""
+    """Returns, for each distinct score (highest first), the number of positives with at least it, and the precision."""
     order = np.argsort(-scores, kind="stable")
     ends = np.flatnonzero(np.diff(scores[order], append=-np.inf))  # the last clip of each group of equal scores
     num_positives = np.cumsum(positive[order].astype(np.int64))[ends]
@@ -161,7 +161,7 @@ def _checked(positive: ArrayLike, scores: ArrayLike) -> tuple[NDArray[np.bool_],
 
 
 def _labelled(truth: ArrayLike, scores: ArrayLike) -> tuple[Scores, Scores]:
-    """Truth and scores of the labelled clips."""
+    """Returns the truth and the scores of the labelled clips."""
     truth, scores = np.asarray(truth, np.float64), np.asarray(scores, np.float64)
     if truth.shape != scores.shape or truth.ndim != 1:
         raise ValueError(f"{scores.shape} scores for {truth.shape} labels")

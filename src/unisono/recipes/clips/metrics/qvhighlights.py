@@ -1,9 +1,9 @@
-"""Evaluates files in the formats of QVHighlights with its metrics: highlights (mAP, HIT@1) and moment retrieval.
+"""Evaluates files in QVHighlights' formats with its metrics: highlights (mAP, HIT@1) and moment retrieval.
 
-A line of predictions has `qid` and `pred_saliency_scores`, `pred_relevant_windows` (start, end, score; best first) or
-both. A line of the ground truth has `qid`, `duration`, `relevant_clip_ids`, `saliency_scores` (0 to 4 by each annotator
-for each relevant clip) and `relevant_windows` (start, end). The definitions follow the benchmark's evaluation code
-(jayleicn/moment_detr, standalone_eval).
+A line of predictions has `qid`, and `pred_saliency_scores`, `pred_relevant_windows` (start, end, score; best first) or
+both. A line of the ground truth has `qid`, `duration`, `relevant_clip_ids`, `saliency_scores` (0 to 4 from each
+annotator for each relevant clip) and `relevant_windows` (start, end). The definitions follow the benchmark's evaluation
+code (jayleicn/moment_detr, standalone_eval).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from unisono.recipes.clips.metrics.highlights import interpolated_average_precis
 from unisono.recipes.clips.metrics.retrieval import moment_retrieval
 
 LEVELS = {"Fair": 2, "Good": 3, "VeryGood": 4}
-"""The lowest score that makes a clip a highlight; the benchmark's headline numbers use VeryGood."""
+"""The lowest saliency of a highlight; the benchmark's headline numbers use VeryGood."""
 
 SCORES, WINDOWS = "pred_saliency_scores", "pred_relevant_windows"
 """The keys of predictions."""
@@ -34,12 +34,12 @@ _MOST_BYTES = 2**30
 def qvhighlights(
     predictions: Mapping[Any, Sequence[float]], ground_truth: Mapping[Any, NDArray[np.float64]], least: int = 4
 ) -> dict[str, float]:
-    """QVHighlights' mAP and HIT@1 in percent, from the scores [T] and the saliency [T, annotators] of each query.
+    """Returns QVHighlights' mAP and HIT@1 in percent, from each query's scores [T] and saliency [T, annotators].
 
-    The clips that an annotator gave at least `least` are one set of positives; mAP is the mean of their average
-    precision over annotators and queries (0 without positives). HIT@1 is the fraction of queries whose highest-scoring
-    clip is positive for any annotator. Missing scores are 0; a score after the end of the video counts as a miss in
-    HIT@1.
+    For each annotator, the positives are the clips to which this annotator gave at least `least`. mAP is the mean of
+    the average precision (0 without positives) over annotators and queries. HIT@1 is the fraction of queries whose
+    highest-scoring clip is positive for any annotator. Missing scores are 0; a score after the end of the video counts
+    as a miss in HIT@1.
     """
     precisions, hits = [], []
     for query, saliency in ground_truth.items():
@@ -54,7 +54,7 @@ def qvhighlights(
 
 
 def read_predictions(path: Path) -> dict[Any, list[float]]:
-    """The scores of each query in a file of QVHighlights predictions."""
+    """Reads the scores of each query from a file with QVHighlights predictions."""
     scores_of: dict[Any, list[float]] = {}
     for where, line in _lines(path):
         scores = line.get(SCORES)
@@ -65,7 +65,7 @@ def read_predictions(path: Path) -> dict[Any, list[float]]:
 
 
 def read_windows(path: Path, name: str, width: int) -> dict[Any, NDArray[np.float64]]:
-    """The windows [n, width] of each query: `pred_relevant_windows` with scores, or `relevant_windows` without."""
+    """Reads each query's windows [n, width]: `pred_relevant_windows` with scores, or `relevant_windows` without."""
     windows_of: dict[Any, NDArray[np.float64]] = {}
     for where, line in _lines(path):
         rows: Any = line.get(name)
@@ -81,7 +81,7 @@ def read_windows(path: Path, name: str, width: int) -> dict[Any, NDArray[np.floa
 
 
 def read_ground_truth(path: Path) -> dict[Any, NDArray[np.float64]]:
-    """The saliency [T, annotators] of each query in a file of QVHighlights labels; 0 for clips that are not listed."""
+    """Reads each query's saliency [T, annotators] from a QVHighlights label file; 0 for clips that are not listed."""
     saliency_of: dict[Any, NDArray[np.float64]] = {}
     for where, line in _lines(path):
         duration, clips, rows = (line.get(name, "") for name in ("duration", "relevant_clip_ids", "saliency_scores"))
@@ -103,7 +103,7 @@ def read_ground_truth(path: Path) -> dict[Any, NDArray[np.float64]]:
 
 
 def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The lines of a .jsonl file, each with its location for error messages."""
+    """Yields the lines of a .jsonl file, each with its location for error messages."""
     number = 0
     try:
         if path.stat().st_size > _MOST_BYTES:
@@ -135,7 +135,7 @@ def _is_number(value: Any) -> bool:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Prints the metrics of a file of predictions as JSON."""
+    """Prints the metrics of a predictions file as JSON."""
     parser = argparse.ArgumentParser(
         prog="python -m unisono.recipes.clips.metrics",
         description="Print the metrics of QVHighlights in percent, as JSON: mAP and HIT@1 of saliency scores, and "

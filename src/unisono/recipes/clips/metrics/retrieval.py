@@ -2,12 +2,11 @@
 
 The metrics follow the evaluation code of QVHighlights (jayleicn/moment_detr, standalone_eval), in percent:
 
-- mAP at a threshold of the intersection over union (IoU): in order of their scores, predictions are matched with
-  labelled windows. A prediction matches the window with the largest IoU among those that are not matched yet, if that
-  IoU reaches the threshold. The interpolated average precision is averaged over queries. `mAP` is the mean over the
-  thresholds 0.5, 0.55 … 0.95.
-- R1 at a threshold: the fraction of queries whose first prediction reaches it with any labelled window.
-- short, middle, long: mAP of the labelled windows of up to 10, up to 30, and up to 150 seconds.
+- mAP at a threshold of the intersection over union (IoU): predictions are matched with labelled windows, in order of
+  their scores. A prediction matches the unmatched window with the largest IoU, if this IoU reaches the threshold. The
+  interpolated average precision is averaged over queries. `mAP` is the mean over the thresholds 0.5, 0.55 … 0.95.
+- R1 at a threshold: the fraction of queries whose first prediction has at least this IoU with any labelled window.
+- short, middle, long: mAP for labelled windows of up to 10, 10 to 30, and 30 to 150 seconds.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 
 THRESHOLDS = tuple(round(0.5 + 0.05 * step, 2) for step in range(10))
 LENGTHS = {"short": (0.0, 10.0), "middle": (10.0, 30.0), "long": (30.0, 150.0)}
-"""Ranges of window length in seconds: above the first number, up to and including the second."""
+"""Ranges of window lengths in seconds: above the first number, up to and including the second."""
 MOST_WINDOWS = 10
 """Number of predictions per query that count."""
 
@@ -27,9 +26,9 @@ Windows = NDArray[np.float64]
 
 
 def moment_retrieval(predictions: Mapping[object, Windows], truth: Mapping[object, Windows]) -> dict[str, float]:
-    """The metrics, from predicted windows [n, 3] (start, end, score) and labelled windows [m, 2] of each query.
+    """Computes the metrics from each query's predicted windows [n, 3] (start, end, score) and labelled windows [m, 2].
 
-    Only the first ten predictions count, in the order of the list, and the first one is R1's; mAP sorts them by score.
+    Only the first ten predictions in the list count. R1 uses the first prediction; mAP sorts the predictions by score.
     A query without labelled windows or without predictions counts as 0.
     """
     first_iou = np.array([_best_iou(predictions[query][:1], windows) for query, windows in truth.items()])
@@ -49,7 +48,7 @@ def moment_retrieval(predictions: Mapping[object, Windows], truth: Mapping[objec
 
 
 def average_precisions(predicted: Windows, labelled: Windows) -> NDArray[np.float64]:
-    """The interpolated average precision [len(THRESHOLDS)] of one query's predictions at each threshold."""
+    """Returns the interpolated average precision [len(THRESHOLDS)] of one query's predictions at each threshold."""
     if not len(predicted) or not len(labelled):
         return np.zeros(len(THRESHOLDS))
     predicted = predicted[:MOST_WINDOWS]
@@ -58,7 +57,7 @@ def average_precisions(predicted: Windows, labelled: Windows) -> NDArray[np.floa
 
 
 def intersection_over_union(a: Windows, b: Windows) -> NDArray[np.float64]:
-    """The IoU [n, m] of n and m windows, whose first columns are start and end; 0 if both windows are empty."""
+    """Returns the IoU [n, m] of n and m windows, whose first columns are start and end; 0 if both windows are empty."""
     starts, ends = np.maximum(a[:, None, 0], b[None, :, 0]), np.minimum(a[:, None, 1], b[None, :, 1])
     intersection = np.maximum(ends - starts, 0.0)
     union = (a[:, 1] - a[:, 0])[:, None] + (b[:, 1] - b[:, 0])[None] - intersection
@@ -70,7 +69,7 @@ def _average_precision(iou: NDArray[np.float64], threshold: float) -> float:
     unmatched = np.ones(iou.shape[1], bool)
     for rank, row in enumerate(iou):
         candidates = np.where(unmatched & (row >= threshold), row, -1.0)
-        best = len(candidates) - 1 - int(np.argmax(candidates[::-1]))  # the last one in a tie, as in the benchmark
+        best = len(candidates) - 1 - int(np.argmax(candidates[::-1]))  # in a tie, the last one, as in the benchmark
         if candidates[best] >= 0:
             hits[rank], unmatched[best] = 1.0, False
     precision = np.cumsum(hits) / np.arange(1, len(hits) + 1)
@@ -93,5 +92,5 @@ def _between(windows: Windows, above: float, up_to: float) -> NDArray[np.bool_]:
 
 
 def _mean(values: NDArray[np.float64] | NDArray[np.bool_]) -> float:
-    """The mean in percent, rounded as in the benchmark; 0 for no values."""
+    """Returns the mean in percent, rounded as in the benchmark; 0 without values."""
     return round(100 * float(np.mean(values)), 2) if values.size else 0.0

@@ -1,1 +1,1 @@
-"""Writes the HTML page and clips.json of each video, next to its clips."""
+"""Writes the HTML page and the clips.json of each video next to its clips."""

@@ -18,9 +18,9 @@ class OutputFolders:
 
 
 def output_folders(videos: Sequence[Path], output_dir: Path) -> OutputFolders:
-    """Chooses `output_dir`/NAME for the video NAME.mp4; further videos with that name get NAME-2, NAME-3 …
+    """Chooses `output_dir`/NAME for the video NAME.mp4; further videos of the same name get NAME-2, NAME-3 …
 
-    A video that is listed twice is used once.
+    A video that is listed twice is used only once.
     """
     chosen = OutputFolders()
     videos_by_inode: dict[tuple[int, int], Path] = {}

@@ -1,4 +1,4 @@
-"""Writes page.html of a video: the scores over time, thumbnails, and players for the clips.
+"""Writes a video's page.html: the scores over time, thumbnails, and players for the clips.
 
 The page is a single HTML file next to the clips, built with unisono's page kit. It makes no network request: images are
 embedded, and relative links refer only to the clips and the video.
@@ -32,8 +32,8 @@ from unisono.recipes.clips.words.said import Said
 
 _TEMPLATE = Path(__file__).with_name("page.html")
 _NUM_THUMBNAILS = 12
-_SMALLEST_SHARE = 0.05  # minimum fraction of a clip's score for a component to be mentioned
-_WIDE_SCREEN = 1120  # pixels of the timeline's width on a large screen
+_SMALLEST_SHARE = 0.05  # minimum fraction of a clip's score that a component must contribute to be mentioned
+_WIDE_SCREEN = 1120  # width of the timeline on a large screen, in pixels
 
 
 def write_page(
@@ -47,7 +47,7 @@ def write_page(
 ) -> Path:
     """Writes the page of a video and its clips (best first) to a new file.
 
-    `scored_by` names the model that gave the scores; `remarks` are warnings about the video, one paragraph each.
+    `scored_by` names the model that computed the scores; `remarks` are warnings about the video, one paragraph each.
     """
     facts = [format_clock(footage.duration), f"{footage.width}×{footage.height}", format_count(len(clips), "clip")]
     facts += [] if footage.has_sound else ["no sound"]
@@ -112,14 +112,14 @@ def _card(moment: Moment, cut: Cut, footage: Footage, folder: Path, reasons: str
 
 
 def _poster(footage: Footage, time: float, longer_side: int) -> str:
-    """The image that a player shows before playback."""
+    """Returns the image that a player shows before playback."""
     shape = footage.height / max(1.0, footage.width * footage.pixel_aspect)
     width, height = (longer_side, longer_side * shape) if shape <= 1 else (longer_side / shape, longer_side)
     return _jpeg(footage.picture_at(time, (max(2, round(width)), max(2, round(height)))))
 
 
 def _thumbnails(footage: Footage) -> tuple[list[str], int]:
-    """Images of the video at evenly spaced times, and the height in pixels at which the timeline shows them."""
+    """Returns images of the video at evenly spaced times, and the height in pixels at which the timeline shows them."""
     slot = _WIDE_SCREEN / _NUM_THUMBNAILS
     shape = footage.height / max(1.0, footage.width * footage.pixel_aspect)
     height = round(min(slot * shape, 90))
@@ -129,7 +129,7 @@ def _thumbnails(footage: Footage) -> tuple[list[str], int]:
 
 
 def _jpeg(picture: NDArray[np.uint8] | None) -> str:
-    """An image as a data URL; empty if there is none."""
+    """Encodes an image as a data URL; empty if there is no image."""
     if picture is None:
         return ""
     from PIL import Image

@@ -1,4 +1,4 @@
-"""Layout of the timeline on a page: the score curve, bands for the clips, thumbnails and the time axis.
+"""Lays out the timeline on a page: the score curve, bands for the clips, thumbnails and the time axis.
 
 Positions along the time axis are percentages of the width and everything else is in pixels, so the timeline fits any
 screen width and its text has the same size on a phone as on a large screen. `page.html` draws it as SVG.
@@ -32,7 +32,7 @@ def timeline(
     moments: Sequence[Moment],
     thumbnails: tuple[Sequence[str], int],
 ) -> dict[str, Any]:
-    """Returns the positions and labels that `page.html` draws; `thumbnails` are images, and their height in pixels."""
+    """Returns the positions and labels that `page.html` draws; `thumbnails` holds images and their height in pixels."""
     duration = max(footage.duration, 1e-3)
     pictures, strip_height = thumbnails if any(thumbnails[0]) else ([], 0)
     low, high = score_axis(scores)
@@ -68,7 +68,7 @@ def timeline(
 
 
 def score_axis(scores: NDArray[np.float64]) -> tuple[float, float]:
-    """The range of the y axis: from 0 to the next tenth if scores are between 0 and 1, otherwise their range."""
+    """Returns the range of the y axis: 0 to the next tenth if scores are between 0 and 1, otherwise their range."""
     finite = scores[np.isfinite(scores)]
     low, high = (float(finite.min()), float(finite.max())) if len(finite) else (0.0, 1.0)
     if low >= 0 and high <= 1:
@@ -91,7 +91,7 @@ def _band(number: int, moment: Moment, duration: float) -> dict[str, Any]:
 def _curves(
     scores: NDArray[np.float64], clip_seconds: float, duration: float, low: float, high: float
 ) -> list[tuple[str, str]]:
-    """SVG paths of the area under the curve and of its line, one pair per stretch of clips that have a score.
+    """Returns SVG paths of the area under the curve and of the curve, one pair per stretch of clips with scores.
 
     If there are many clips, the curve shows the maximum of each group of neighbouring clips.
     """
@@ -109,8 +109,8 @@ def _curves(
     half = _CURVE_WIDTH * group_size * clip_seconds / duration / 2
     paths = []
     for stretch in filter(None, stretches):
-        # Each point is in the middle of its clip; the curve is extended to the start of the first clip and the end of
-        # the last.
+        # Each point is in the middle of its clip. Extends the curve to the start of the first and the end of the last
+        # clip.
         (left, first_y), (right, last_y) = stretch[0], stretch[-1]
         points = [(max(0.0, left - half), first_y), *stretch, (min(_CURVE_WIDTH, right + half), last_y)]
         line = "L".join(f"{x:.0f} {y:.1f}" for x, y in points)
@@ -120,7 +120,7 @@ def _curves(
 
 
 def _time_ticks(duration: float) -> list[dict[str, Any]]:
-    """The labels of the time axis; a phone shows every second label."""
+    """Returns the labels of the time axis; a phone shows every second label."""
     step = next((step for step in _TICK_SECONDS if duration / step <= 10), _TICK_SECONDS[-1])
     positions = [100 * number * step / duration for number in range(int(duration / step) + 1)]
     return [

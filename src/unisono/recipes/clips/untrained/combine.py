@@ -1,8 +1,8 @@
 """Turns the measurements of a video's clips into scores.
 
-Each measurement is compared with the rest of the same video: its distance above the video's median, in units of the
-typical deviation. A quiet talk and a loud match are therefore scored alike, and continuous events do not stand out.
-A part's value grows from 0 (the median or below) towards 1, and the score is the weighted mean of the values.
+Each measurement is compared with the rest of the same video, as the distance above the video's median in units of the
+typical deviation. A quiet talk and a loud match are therefore scored alike, and events that last throughout a video do
+not stand out. A part's value grows from 0 (the median or below) towards 1; the score is the values' weighted mean.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from unisono.recipes.clips.cutting.moments import Moment
 from unisono.recipes.clips.scoring import Scored
 from unisono.recipes.clips.untrained.parts import PARTS, Part
 
-_TYPICAL = 1.4826  # median absolute deviation to standard deviation, for a normal distribution
-_HALF_WAY = 4.0  # deviations above the median that give a value of 1 - 1/e
-_NEIGHBOURS = np.array([0.25, 0.5, 0.25])  # a highlight rarely fits exactly into one clip
+_TYPICAL = 1.4826  # standard deviation divided by median absolute deviation, for a normal distribution
+_HALF_WAY = 4.0  # number of deviations above the median at which the value is 1 - 1/e
+_NEIGHBOURS = np.array([0.25, 0.5, 0.25])  # smoothing weights, because a highlight rarely fits exactly into one clip
 
 Floats = NDArray[np.float64]
 
 
 def contributions(measured: Mapping[str, Floats]) -> dict[str, Floats]:
-    """The contribution of each measured part to each clip's score; their sum is the score, from 0 to 1."""
+    """Returns each measured part's contribution to each clip's score; contributions add up to the score (0 to 1)."""
     parts = [part for part in PARTS if part.name in measured]
     total = sum(part.weight for part in parts)
     return {part.name: part.weight / total * _smoothed(_value(measured[part.name], part)) for part in parts}
@@ -46,7 +46,7 @@ def _smoothed(values: Floats) -> Floats:
 
 
 def shares_of(moment: Moment, scored: Scored) -> dict[str, float]:
-    """Each part's share of a moment's score, the largest first. Empty without parts, or for a score of 0."""
+    """Returns each part's share of a moment's score, largest first; empty without parts or if the score is 0."""
     number = len(scored.scores)
     times = np.arange(number) * scored.clip_seconds
     ends = np.minimum(times + scored.clip_seconds, moment.end)

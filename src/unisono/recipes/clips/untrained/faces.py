@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 MISSING = "faces are not counted, because OpenCV is not installed: pip install 'unisono[faces]'"
 SIZE = 180
 """Length in pixels of a frame's shorter side for face detection."""
-_SMALLEST = 24  # pixels of the shorter side: an eighth of a frame's height
+_SMALLEST = 24  # minimum size of a face in pixels: an eighth of the frame's shorter side
 
 Box = tuple[int, int, int, int]
-"""Left, top, width and height in pixels."""
+"""Left edge, top edge, width and height in pixels."""
 
 
 def available() -> bool:
-    """Whether OpenCV with its cascades is installed; version 5 has none."""
+    """Whether OpenCV is installed with its cascades, which version 5 lacks."""
     return _cascade_file() is not None
 
 
@@ -36,12 +36,12 @@ def _cascade_file() -> Path | None:
 def _cascade() -> Any:
     import cv2
 
-    cv2.setNumThreads(1)  # more threads do not help with small pictures, and other processes share the cores
+    cv2.setNumThreads(1)  # more threads do not help with small pictures, and other processes need the cores
     return cv2.CascadeClassifier(str(_cascade_file()))
 
 
 def faces(frame: NDArray[np.uint8]) -> list[Box]:
-    """The faces in an RGB frame [height, width, 3], the largest first."""
+    """Finds the faces in an RGB frame [height, width, 3]; the largest face comes first."""
     import cv2
 
     grey = cv2.equalizeHist(cv2.cvtColor(frame, cv2.COLOR_RGB2GRAY))
@@ -52,12 +52,12 @@ def faces(frame: NDArray[np.uint8]) -> list[Box]:
 
 
 def _inside(box: Box, larger: Box) -> bool:
-    """Whether the centre of a box is inside a larger box: the cascade finds some faces twice, in two sizes."""
+    """Whether the centre of a box is inside a larger box, because the cascade finds some faces twice, in two sizes."""
     x, y = box[0] + box[2] / 2, box[1] + box[3] / 2
     return larger[0] <= x <= larger[0] + larger[2] and larger[1] <= y <= larger[1] + larger[3]
 
 
 def presence(frame: NDArray[np.uint8]) -> float:
-    """The sum of the faces' heights as a fraction of the frame's shorter side, at most 1."""
+    """Returns the sum of the faces' heights as a fraction of the frame's shorter side, at most 1."""
     shorter = min(frame.shape[:2])
     return min(1.0, float(sum(height for _, _, _, height in faces(frame)) / shorter))

@@ -13,9 +13,9 @@ class Part:
     label: str
     """Display name, for the page and for messages."""
     weight: float
-    """The largest share of a score from 0 to 1."""
+    """Weight of this part in the score, from 0 to 1."""
     least_spread: float
-    """Smallest spread of the measurement over a video that counts as a difference; a smaller spread is noise."""
+    """Smallest spread of the measurement over a video that is not just noise."""
 
 
 PARTS = (

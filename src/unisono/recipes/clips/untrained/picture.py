@@ -1,4 +1,4 @@
-"""Measures motion, scene cuts and changes of what is on the screen, clip by clip."""
+"""Measures motion, scene cuts and changes of the screen's content, clip by clip."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from unisono.recipes.clips.cutting.edges import shots
 
 _LUMA = np.array([0.299, 0.587, 0.114])
-_CHANGED = 0.08  # brightness difference from which a pixel counts as changed, with black 0 and white 1
+_CHANGED = 0.08  # minimum brightness difference of a changed pixel (black is 0, white is 1)
 _STILL = 0.02  # mean frame difference at which a scene no longer counts as still
 _BEFORE = 4  # number of frames of the previous clip to compare with this clip's frames
 
@@ -21,10 +21,10 @@ class PictureOfClip:
     """The measurements of a clip's frames."""
 
     motion: float
-    """Median difference between successive frames, from 0 to 1; a scene cut does not count."""
+    """Median difference between successive frames, from 0 to 1; excludes scene cuts."""
     num_cuts: int
     screen: float
-    """Fraction of the screen that changed since the last clip, in a scene that is otherwise still: a new slide."""
+    """Fraction of the screen that changed since the last clip in an otherwise still scene, such as for a new slide."""
 
 
 class Pictures:
@@ -39,7 +39,7 @@ class Pictures:
         joined = frames if self._last is None else np.concatenate([self._last, frames])
         luma = joined @ _LUMA / 255
         differences = np.abs(np.diff(luma, axis=0)).mean(axis=(1, 2)) if len(luma) > 1 else np.zeros(1)
-        # A cut between this clip's last frame and the next is found with the next clip.
+        # A cut between this clip's last frame and the next clip is found when the next clip is measured.
         first_new = len(joined) - len(frames)
         cuts = [edge for edge in shots(joined, np.arange(len(joined), dtype=np.float64)) if edge.time >= first_new]
         look = np.median(luma[first_new:], axis=0)

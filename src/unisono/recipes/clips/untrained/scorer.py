@@ -1,4 +1,4 @@
-"""Scores a whole video without a trained run, clip by clip; the result depends on the file alone."""
+"""Scores a whole video without a trained run, clip by clip; the result depends only on the file."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ NOTE = (
 )
 _CLIP_SECONDS = 2.0
 _FRAMES_PER_CLIP = 8
-_RHYTHM_CLIPS = 5  # number of clips, centred on each clip, over which scene cuts are counted
-_BEFORE_CLIPS = 10  # number of previous clips that loudness is compared with
+_RHYTHM_CLIPS = 5  # scene cuts are counted over this number of clips, centred on each clip
+_BEFORE_CLIPS = 10  # loudness is compared with this number of previous clips
 
 Floats = NDArray[np.float64]
 
@@ -70,7 +70,7 @@ class _Measured:
             self._columns.setdefault(name, []).append(value)
 
     def parts(self, *, has_sound: bool) -> dict[str, Floats]:
-        """The measurements to compare within the video, keyed by the name of their part."""
+        """Returns the measurements to compare within the video, keyed by the names of their parts."""
         columns = {name: np.array(values) for name, values in self._columns.items()}
         rhythm = np.convolve(columns.pop("cuts"), np.ones(_RHYTHM_CLIPS), mode="same")
         of_sound = {name: columns.pop(name) for name in ("speech", "laughter")}
@@ -79,13 +79,13 @@ class _Measured:
 
 
 def _rise(decibel: Floats) -> Floats:
-    """How much louder each clip is than the median of the previous clips."""
+    """Returns how much louder each clip is than the median of the previous clips."""
     before = [np.median(decibel[max(0, at - _BEFORE_CLIPS) : at]) if at else decibel[0] for at in range(len(decibel))]
     return np.asarray(decibel - np.array(before))
 
 
 def _smaller(frames: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Averages blocks of 3×3 pixels, because motion does not need the resolution that faces do."""
+    """Averages blocks of 3×3 pixels, because measuring motion needs less resolution than finding faces."""
     height, width = (side // 3 * 3 for side in frames.shape[1:3])
     blocks = frames[:, :height, :width].reshape(len(frames), height // 3, 3, width // 3, 3, 3)
     return np.asarray(blocks.mean(axis=(2, 4)), dtype=np.uint8)

@@ -1,7 +1,7 @@
 """Measures speech, laughter, applause and loudness in the sound of a clip, without a model.
 
-- Speech alternates between voiced sounds and pauses two to eight times a second. Music is voiced but more even, noise
-  is not voiced.
+- Speech alternates between voiced sounds and pauses two to eight times a second. Music is voiced but steadier; noise is
+  not voiced.
 - Laughter repeats a voiced sound about five times a second, more regularly than speech.
 - Applause is loud, has a flat spectrum, and no rhythm.
 """
@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from unisono.recipes.clips.data.statistics import spectra
 
 SAMPLE_RATE = 16_000
-_HOPS_PER_S = 100  # hop rate of `spectra`
+_HOPS_PER_S = 100  # number of spectra per second
 _VOICE_HZ = (150.0, 4000.0)
 _PITCH_HZ = (75.0, 500.0)
-_VOICED_FROM = 0.45  # height of the autocorrelation peak; a pure tone has 1
-_ACTIVE_DB = 25.0  # a frame this far below the loudest of its clip is a pause
+_VOICED_FROM = 0.45  # minimum height of the autocorrelation peak of a voiced sound; a pure tone has 1
+_ACTIVE_DB = 25.0  # a time this far below the loudest time of its clip counts as a pause
 _SYLLABLES_HZ = (2.0, 8.0)
 _LAUGHS_HZ = (3.5, 7.0)
 _APPLAUSE_HZ = (500.0, 7000.0)
@@ -34,7 +34,7 @@ class SoundOfClip:
     """The measurements of a clip's sound."""
 
     speech: float
-    """From 0 to 1."""
+    """Amount of speech, from 0 to 1."""
     laughter: float
     """Laughter or applause, from 0 to 1."""
     decibel: float
@@ -64,7 +64,7 @@ def _decibel(power: float | np.float64) -> float:
 
 
 def _harmonicity(powers: Floats) -> Floats:
-    """For each time, the autocorrelation at the best pitch period, relative to the autocorrelation at lag 0."""
+    """Returns, for each time, the autocorrelation at the best pitch period, relative to that at lag 0."""
     autocorrelation = np.fft.irfft(powers, axis=1)
     low, high = (round(SAMPLE_RATE / hertz) for hertz in reversed(_PITCH_HZ))
     # The window of the spectrum shortens longer periods more.
@@ -75,7 +75,7 @@ def _harmonicity(powers: Floats) -> Floats:
 
 
 def _syllables(envelope: Floats) -> float:
-    """The strength of the envelope's variation at two to eight times a second; 0 for a steady sound."""
+    """Measures how strongly the envelope varies at two to eight times a second; 0 for a steady sound."""
     mean = envelope.mean()
     depth = min(1.0, float(envelope.std() / max(mean, 1e-9)) / 0.5)
     spectrum = np.square(np.abs(np.fft.rfft((envelope - mean) * np.hanning(len(envelope)))))
@@ -86,7 +86,7 @@ def _syllables(envelope: Floats) -> float:
 
 
 def _laughs(envelope: Floats) -> float:
-    """How regularly the envelope repeats at the rate of laughter, from 0 to 1."""
+    """Measures how regularly the envelope repeats at the rate of laughter, from 0 to 1."""
     centred = envelope - envelope.mean()
     autocorrelation = np.correlate(centred, centred, "full")[len(centred) - 1 :]
     low, high = (round(_HOPS_PER_S / rate) for rate in reversed(_LAUGHS_HZ))
@@ -95,7 +95,7 @@ def _laughs(envelope: Floats) -> float:
     overlap = 1 - np.arange(len(autocorrelation)) / len(autocorrelation)
     lags = np.arange(low, high + 1)
     once, twice = ((autocorrelation / overlap)[number * lags] / autocorrelation[0] for number in (1, 2))
-    # A rhythm also repeats after two periods, unlike a single pair of syllables.
+    # Unlike a single pair of syllables, a rhythm also repeats after two periods.
     return float(np.clip(np.minimum(once, twice).max(), 0, 1) ** 2)
 
 

@@ -1,7 +1,7 @@
 """Reads a video clip by clip: small frames and sound of a few seconds each.
 
-Frames and sound are read through two handles of the file, each only as far as the current clip. The file may therefore
-interleave them in any way, and an hour takes no more memory than a minute. Time 0 is the first frame.
+Frames and sound are read through two separate file handles, each only as far as the current clip. The file may
+therefore interleave them in any way, and an hour takes no more memory than a minute. Time 0 is the first frame.
 """
 
 from __future__ import annotations
@@ -34,33 +34,33 @@ Clip = tuple[NDArray[np.uint8], NDArray[np.float32]]
 """Frames [F, height, width, 3] and samples of sound."""
 
 _ROUNDING = 0.002  # in seconds; most files store whole milliseconds
-_LONGEST_FRAME = 3600.0  # in seconds; a frame with a longer duration is damaged
+_LONGEST_FRAME = 3600.0  # in seconds; if a frame lasts longer, its timestamps are damaged
 _MISSING_END = 1.0  # seconds that may be missing at the end before the file counts as truncated
 _JITTER = 0.05  # tolerance of audio timestamps in seconds; a larger difference is a gap
 
 
 @dataclass(frozen=True)
 class VideoFacts:
-    """The properties of a file according to its header and first frame. A file with sound only has size 0 and fps 0."""
+    """The properties of a file according to its header and first frame. A sound-only file has size 0 and fps 0."""
 
     duration: float
-    """Seconds from the first frame to the end of the last one, according to the header; a truncated file is shorter."""
+    """Seconds from the first frame to the end of the last frame, as stated in the header, even of a truncated file."""
     fps: float
     """Frames per second; 0 if unknown."""
     height: int
-    """Height and width are as displayed, after rotation."""
+    """Height in pixels; like the width, as displayed after rotation."""
     width: int
     has_sound: bool
     has_video: bool = True
 
 
 def num_clips(duration: float, clip_seconds: float) -> int:
-    """The number of clips of a video; the last one may be shorter."""
+    """Returns the number of clips of a video; the last clip may be shorter."""
     return max(1, math.ceil((duration - _ROUNDING) / clip_seconds))
 
 
 def facts(path: Path) -> VideoFacts:
-    """Reads the header and one frame of a file; BadMedia if that is impossible."""
+    """Reads the header and one frame of a file; raises BadMedia if that is impossible."""
     try:
         return _facts(path)
     except BadMedia as error:
@@ -92,7 +92,7 @@ def _facts(path: Path) -> VideoFacts:
 def clips(
     path: Path, clip_seconds: float, frames_per_clip: int, size: tuple[int, int] | int, sample_rate: int
 ) -> Reading:
-    """Yields the clips of a video in order: frames uint8 [F, height, width, 3] and sound float32 [samples], -1 to 1.
+    """Yields a video's clips in order: frames uint8 [F, height, width, 3] and sound float32 [samples] from -1 to 1.
 
     Frame j of a clip is the frame on screen after the fraction j / F of the clip. `size` is (height, width), or the
     length of the shorter side, which preserves the aspect ratio. Samples are 0 where there is no sound. Raises BadMedia
@@ -111,7 +111,7 @@ class Reading(Iterator[Clip]):
         if not self.facts.has_video:
             raise BadMedia(path, NO_VIDEO)
         self.duration = 0.0
-        """Seconds read so far; in the end, the length of the video."""
+        """Seconds read so far; after the last clip, the length of the video."""
         self.damage: Damage | None = None
         """The parts that could not be decoded; set after the last clip."""
         self._path, self._seconds, self._num_frames = path, clip_seconds, frames_per_clip
@@ -138,7 +138,7 @@ class Reading(Iterator[Clip]):
 
     @property
     def remark(self) -> str:
-        """A description of the damage to the file; empty if it is intact."""
+        """Describes the damage to the file; empty if the file is intact."""
         return f"{self._path} is {self.damage}" if self.damage else ""
 
     def _read(self) -> Generator[Clip]:
@@ -186,7 +186,7 @@ class Reading(Iterator[Clip]):
         yield last[0], num_clips(self.duration, self._seconds) * self._seconds
 
     def _timed_frames(self) -> Iterator[tuple[VideoFrame, float]]:
-        """The frames with their times, as far as they can be decoded."""
+        """Yields the frames with their times, as far as they can be decoded."""
         try:
             with open_media(self._path) as container:
                 stream = video_stream(self._path, container)
@@ -196,7 +196,7 @@ class Reading(Iterator[Clip]):
                     if not number and frame.pts is not None:
                         self._begin = frame.time
                     yield frame, number * self._period if frame.pts is None else frame.time - self._begin
-        except BadMedia as error:  # earlier frames are usable
+        except BadMedia as error:  # the frames before the error are used
             self._broken = error.problem
 
     def _find_damage(self) -> Damage | None:
@@ -205,8 +205,8 @@ class Reading(Iterator[Clip]):
         truncated = missing > max(_MISSING_END, 0.02 * self.facts.duration) and self._sound.ended
         is_short = truncated or (bool(self._broken) and missing > _ROUNDING)
         frames_missing = self._faults.number
-        # After an error, decoders silently drop frames. Without errors, a header that promises more frames does
-        # not mean damage.
+        # After an error, decoders silently drop frames. If there was no error, a header that promises more frames is no
+        # sign of damage.
         if frames_missing and not is_short:
             frames_missing = max(frames_missing, self._num_frames_in_header - self._num_decoded)
         damage = Damage(
@@ -254,7 +254,7 @@ class _Sound:
         self._chunk: tuple[int, NDArray[np.float32]] | None = None
 
     def clip(self, number: int, seconds: float, begin: float) -> NDArray[np.float32]:
-        """The samples of the next clip. `begin` is the timestamp of time 0."""
+        """Returns the samples of the next clip. `begin` is the timestamp of time 0."""
         if self._chunks is None:
             self._chunks = self._timed_chunks(begin)
         first = round(number * seconds * self._rate)
@@ -275,7 +275,7 @@ class _Sound:
         return samples
 
     def missing(self, duration: float) -> float:
-        """Seconds of sound that could not be decoded, within the first `duration` seconds."""
+        """Returns the seconds of sound in the first `duration` seconds that could not be decoded."""
         return self.faults.seconds + max(0.0, min(self.seconds or duration, duration) - self._silent_from)
 
     def close(self) -> None:
@@ -283,7 +283,7 @@ class _Sound:
             self._chunks.close()
 
     def _timed_chunks(self, begin: float) -> Generator[tuple[int, NDArray[np.float32]]]:
-        """Chunks of samples, each with the index of its first sample."""
+        """Yields chunks of samples, each with the index of its first sample."""
         expected: int | None = None
         try:
             with open_media(self._path) as container:
@@ -317,18 +317,18 @@ class _Sound:
 
 def _in_proportion(facts: VideoFacts, shorter: int) -> tuple[int, int]:
     scale = shorter / min(facts.height, facts.width)
-    # Limits absurdly long frames.
+    # Limits the longer side of frames with an absurd aspect ratio.
     height, width = (min(4 * shorter, max(1, round(side * scale))) for side in (facts.height, facts.width))
     return height, width
 
 
 def quarter_turns(frame: VideoFrame) -> int:
-    """The number of counter-clockwise quarter turns that make a frame upright."""
+    """Returns the number of counter-clockwise quarter turns that make a frame upright."""
     return round(frame.rotation / 90) % 4
 
 
 def _duration_by_packets(path: Path) -> float:
-    """The duration from the timestamps of all packets, for live recordings, whose header does not contain it."""
+    """Computes the duration from all packets' timestamps: the header of a live recording does not contain it."""
     first, last = math.inf, 0.0
     with open_media(path) as container:
         for packet in container.demux(video_stream(path, container)):

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from av.container import InputContainer
     from av.stream import Stream
 
-_NEGLIGIBLE_SOUND = 0.1  # seconds; less missing sound is not reported, because it is only a packet or two at the ends
+_NEGLIGIBLE_SOUND = 0.1  # seconds; less missing sound is not reported: it is only a packet or two at the ends
 
 
 @dataclass
@@ -18,12 +18,12 @@ class Faults:
     """Packets of a stream that could not be decoded."""
 
     first: str = ""
-    """The decoder's error for the first packet."""
+    """The decoder's error for the first of these packets."""
     number: int = 0
     seconds: float = 0.0
     """Total duration of these packets."""
     any_frame: bool = False
-    """Whether any frame was decoded from corrupt data; how many depends on the decoder."""
+    """Whether any frame was decoded from corrupt data (their number would depend on the decoder)."""
 
 
 def decoded(container: InputContainer, stream: Stream | None, faults: Faults) -> Iterator[Any]:
@@ -35,7 +35,7 @@ def decoded(container: InputContainer, stream: Stream | None, faults: Faults) ->
             frames = packet.decode()
         except av.error.MemoryError:
             raise
-        # On damaged data, decoders raise almost anything; the AAC decoder reports "operation not permitted".
+        # Damaged data makes decoders raise almost any error: the AAC decoder reports "operation not permitted".
         except (av.error.FFmpegError, UnicodeDecodeError) as error:
             faults.first = faults.first or str(getattr(error, "strerror", None) or error)
             faults.number += 1
@@ -51,10 +51,10 @@ class Damage:
     """The parts of a video that cannot be decoded; the rest is used."""
 
     why: str
-    """The decoder's error; empty if the file just ends too early."""
+    """The decoder's error; empty if the file only ends too early."""
     seconds_read: float
     seconds_expected: float
-    """Duration according to the header; equal to seconds_read if the file was read to its end."""
+    """Duration stated in the header; equals seconds_read if the file was read to its end."""
     frames_missing: int = 0
     """Number of frames that could not be decoded."""
     has_faulty_frames: bool = False
@@ -91,7 +91,7 @@ class Damage:
         return f"{kind}: {'; '.join(parts)}"
 
     def to_json(self) -> dict[str, Any]:
-        """The entry `damage` of clips.json; None means unknown."""
+        """Returns the entry `damage` of clips.json; None means unknown."""
         return {
             "why": self.why,
             "seconds_read": round(self.seconds_read, 3),

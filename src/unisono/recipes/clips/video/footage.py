@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from av.video.stream import VideoStream
 
 _JITTER = 0.03  # tolerance of audio timestamps in seconds; a larger difference is a gap
-_PRIMING = 0.25  # seconds that an audio decoder needs before its output is correct
-_BACK = 10.0  # seconds to seek further back if the first seek ended after the requested time
+_PRIMING = 0.25  # seconds of audio that a decoder needs before its output is correct
+_BACK = 10.0  # how many seconds further back to seek if the first seek ended after the requested time
 _TINY = 1e-4
 
 
 class Footage:
-    """Reads parts of a video; each call opens the file again, so parts can be read in parallel."""
+    """Reads parts of a video; each call opens the file again, so several parts can be read in parallel."""
 
     def __init__(self, path: Path) -> None:
         header = facts(path)
@@ -52,7 +52,7 @@ class Footage:
             self.sound_channels = sound.channels if sound else 0
 
     def frames(self, start: float, end: float) -> Iterator[tuple[float, VideoFrame]]:
-        """The frames on screen from `start` to before `end`, with their times; the first may start before `start`."""
+        """Yields the frames on screen from `start` to before `end`, with their times; the first may begin earlier."""
         for back in (0.0, _BACK, start):
             shown: tuple[float, VideoFrame] | None = None
             try:
@@ -82,7 +82,7 @@ class Footage:
                     raise
 
     def key_frame(self, time: float) -> tuple[float, float] | None:
-        """The time of the last key frame at or before `time`, and the time to `seek` to reach it."""
+        """Returns the time of the last key frame at or before `time`, and the time to pass to `seek` to reach it."""
         for back in (0.0, _BACK, time):
             last: float | None = None
             with open_media(self.path) as container:
@@ -102,7 +102,7 @@ class Footage:
         return None
 
     def seek(self, container: InputContainer, stream: VideoStream, time: float) -> None:
-        """Seeks to the last key frame at or before a time, as far as the file allows it."""
+        """Seeks to the last key frame at or before a time, as far as the file supports seeking."""
         if time > 0 and stream.time_base:
             container.seek(int((self.begin + time + _TINY) / float(stream.time_base)), stream=stream)
 
@@ -115,7 +115,7 @@ class Footage:
                 yield (float(frame.time) - self.begin if frame.pts is not None else number / self.fps), frame
 
     def picture(self, frame: VideoFrame, size: tuple[int, int] | None = None) -> NDArray[np.uint8]:
-        """A frame as upright RGB [height, width, 3], scaled to a `size` of (width, height) if given."""
+        """Converts a frame to upright RGB [height, width, 3], scaled to `size` (width, height) if given."""
         width, height = size or (self.width, self.height)
         if self.quarter_turns % 2:
             width, height = height, width
@@ -123,7 +123,7 @@ class Footage:
         return np.ascontiguousarray(np.rot90(np.asarray(pixels, np.uint8), self.quarter_turns))
 
     def picture_at(self, time: float, size: tuple[int, int], *, roughly: bool = False) -> NDArray[np.uint8] | None:
-        """The frame on screen at a time; with `roughly`, one near it, which is faster. None if unreadable."""
+        """Returns the frame on screen at a time or, with `roughly`, a nearby frame (faster); None if unreadable."""
         try:
             for _, frame in self._decoded(time) if roughly else self.frames(time, time + 2 * _TINY):
                 return self.picture(frame, size)
@@ -134,7 +134,7 @@ class Footage:
     def sound(
         self, start: float, end: float, rate: int, layout: Literal["mono", "stereo"]
     ) -> Iterator[NDArray[np.float32]]:
-        """The sound from `start` to `end`, in parts [channels, samples] with exactly (end - start) * rate samples.
+        """Yields the sound from `start` to `end` in parts [channels, samples]: in all, (end - start) * rate samples.
 
         Samples are placed by their timestamps, with zeros where there is no sound, so sound and frames stay in sync.
         """
@@ -163,7 +163,7 @@ class Footage:
             yield np.zeros((channels, total - done), np.float32)
 
     def _decoded_sound(self, start: float, rate: int, layout: str) -> Iterator[tuple[float, NDArray[np.float32]]]:
-        """Decoded sound from shortly before `start`, with its time, as far as the file can be read."""
+        """Yields decoded sound from shortly before `start`, with its times, as far as the file can be read."""
         import av
 
         if not self.has_sound:

@@ -1,4 +1,4 @@
-"""Recognises MP4 and MOV files that were not written or copied completely."""
+"""Recognises MP4 and MOV files that were not recorded or copied completely."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _INDEX_BOXES = {b"moov", b"moof"}
 
 
 def hint(path: Path) -> str:
-    """Text to append to the error message about an MP4 or MOV file without its index; empty for any other file."""
+    """Returns a hint to append to the error message about an MP4 or MOV file without its index; otherwise empty."""
     try:
         if not path.is_file():  # opening a pipe would block
             return ""
@@ -24,7 +24,7 @@ def hint(path: Path) -> str:
 
 
 def _boxes(path: Path) -> tuple[list[bytes], bool]:
-    """The names of a file's top-level boxes, and whether the last one extends beyond the end of the file."""
+    """Returns the names of a file's top-level boxes, and whether the last box extends beyond the end of the file."""
     names: list[bytes] = []
     length, at = path.stat().st_size, 0
     with path.open("rb") as file:

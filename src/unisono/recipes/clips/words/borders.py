@@ -9,7 +9,7 @@ from dataclasses import replace
 from unisono.recipes.clips.cutting.moments import Moment
 from unisono.recipes.clips.words.transcript import Piece, Sentence, Transcript
 
-_BEFORE_S, _AFTER_S = 0.15, 0.25  # speech begins a little before and ends a little after the times of a transcript
+_BEFORE_S, _AFTER_S = 0.15, 0.25  # speech begins a little before and ends a little after a transcript's times
 _TINY = 1e-6
 
 
@@ -22,11 +22,11 @@ def at_sentences(
     gap: float = 0.0,
     duration: float = math.inf,
 ) -> tuple[list[Moment], int]:
-    """Returns the moments (best first) with their ends at sentence boundaries, and how many could not be moved there.
+    """Moves moments (sorted, best first) to sentence boundaries; also returns how many could not be moved there.
 
-    Each moment gets the boundaries that move its ends least while its length stays allowed. An end where nobody speaks
-    may stay. If no sentences fit, the moment begins and ends between two words (or captions). A moment that would
-    overlap a better one is dropped.
+    Each moment gets the boundaries that move its ends the least and give it an allowed length. An end at which nobody
+    speaks may stay. If no sentences fit, the moment begins and ends between two words (or captions). A moment that
+    would overlap a better moment is dropped.
     """
     pieces = [piece for sentence in transcript.sentences for piece in sentence.pieces]
     placed: list[Moment] = []
@@ -51,7 +51,7 @@ def at_sentences(
 
 
 def _candidates(moment: Moment, units: Iterable[Sentence | Piece], duration: float) -> tuple[list[float], list[float]]:
-    """The times at which a clip may start and end: around each unit, and the moment's ends if nobody speaks there."""
+    """Returns the times at which a clip may start and end: around each unit, and at the moment's ends if silent."""
     starts, ends, silent_start, silent_end = [], [], True, True
     ordered = sorted(units, key=lambda unit: unit.start)
     spoken_until = 0.0
@@ -70,7 +70,7 @@ def _candidates(moment: Moment, units: Iterable[Sentence | Piece], duration: flo
 def _nearest(
     moment: Moment, starts: list[float], ends: list[float], low: float, high: float, least: float, most: float
 ) -> tuple[float, float] | None:
-    """Returns the pair of candidates that moves the ends least."""
+    """Returns the pair of candidates that moves the ends the least."""
     near_starts = sorted(
         (start for start in starts if start >= low - _TINY and abs(start - moment.start) <= most),
         key=lambda start: abs(start - moment.start),

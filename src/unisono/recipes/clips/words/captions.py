@@ -1,4 +1,4 @@
-"""Captions and the title of a clip, from the transcript of its video."""
+"""Makes the captions and the title of a clip from the transcript of its video."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 
 from unisono.recipes.clips.words.transcript import Piece, Sentence, Transcript, joined
 
-_LINE = 42  # characters; the usual limit of subtitles
+_LINE = 42  # maximum number of characters per line, as usual for subtitles
 _LONGEST_S = 6.0
-_SHORTEST_S = 0.2  # a caption that is visible for less time at the end of a clip cannot be read
+_SHORTEST_S = 0.2  # captions that the clip's start or end would shorten further are dropped, as nobody could read them
 _TITLE = 80
 _FILLERS = re.compile(r"^((so|and|but|well|okay|ok|um|uh|er|you know|i mean)\b[\s,]*)+", re.IGNORECASE)
 
@@ -18,7 +18,7 @@ _FILLERS = re.compile(r"^((so|and|but|well|okay|ok|um|uh|er|you know|i mean)\b[\
 def captions_of(transcript: Transcript, start: float, end: float) -> list[Piece]:
     """Returns the captions of a part of the video, with times relative to the start of that part.
 
-    Words are joined into lines of readable length; captions that come from a file are not changed.
+    Joins words into lines of readable length; does not change captions that come from a file.
     """
     pieces = transcript.captions
     if transcript.has_words:
@@ -35,7 +35,7 @@ def write_captions(stem: Path, captions: Sequence[Piece]) -> list[Path]:
     """Writes STEM.srt and STEM.vtt, which players load with the clip; returns their paths."""
     files = {".srt": [], ".vtt": ["WEBVTT", ""]}  # type: dict[str, list[str]]
     for number, caption in enumerate(captions, 1):
-        text = caption.text.replace("-->", "→")  # "-->" would be parsed as a line of times
+        text = caption.text.replace("-->", "→")  # players would parse a line with "-->" as times
         files[".srt"] += [str(number), _times(caption, ","), text, ""]
         escaped = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
         files[".vtt"] += [_times(caption, "."), escaped, ""]

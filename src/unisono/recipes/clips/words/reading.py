@@ -1,7 +1,7 @@
 """Reads transcripts: SubRip (.srt), WebVTT (.vtt), and the JSON files of whisper, whisperX and faster-whisper.
 
-A transcript is untrusted text. Times that run backwards, markup and control characters are removed, and a file that is
-not a transcript raises a one-line error.
+A transcript is untrusted text. Captions with times that run backwards, markup and control characters are removed, and a
+file that is not a transcript raises a one-line error.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from unisono.plain_files import open_regular, parse_json
 from unisono.recipes.clips.words.transcript import Piece, Transcript, transcript_of
 
 ENDINGS = (".json", ".srt", ".vtt")
-"""In order of preference: only JSON files have the times of words."""
+"""File types in order of preference: JSON comes first, because only JSON files contain the times of words."""
 
-_LARGEST = 64 << 20  # bytes; a day of speech with word times has about 20 MB
+_LARGEST = 64 << 20  # maximum file size in bytes; a day of speech with word times takes about 20 MB
 _TIME = r"(?:(\d{1,4}):)?(\d{1,2}):(\d{1,2})[.,](\d{1,3})"
 _TIMES = re.compile(rf"^\s*{_TIME}\s*-->\s*{_TIME}")
 _TAG = re.compile(r"</?[a-zA-Z][^<>]*>|<\d[\d:.]*>|\{\\[^{}]*\}")
 
 
 def beside(video: Path) -> Path | None:
-    """Returns the transcript next to a video with the same name: talk.json, talk.srt, talk.vtt or talk.en.srt."""
+    """Returns the transcript of the same name next to a video: talk.json, talk.srt, talk.vtt or talk.en.srt."""
     stem = video.stem
     for ending in ENDINGS:
         if (exact := video.with_name(f"{stem}{ending}")).is_file() and (ending != ".json" or _is_whisper(exact)):
@@ -74,7 +74,7 @@ def _text(path: Path) -> str:
 
 
 def _captions(text: str) -> Iterator[Piece]:
-    """The captions of SubRip or WebVTT: a line with times, and the lines up to the next empty one."""
+    """Yields the captions of SubRip or WebVTT; each has a line with times, and text up to the next empty line."""
     last_start = 0.0
     lines = iter([*text.replace("\r\n", "\n").replace("\r", "\n").split("\n"), ""])
     for line in lines:
@@ -99,13 +99,13 @@ def _seconds(hours: str | None, minutes: str, seconds: str, fraction: str) -> fl
 
 
 def plain(text: str) -> str:
-    """Text without markup and control characters, in one line."""
+    """Removes markup and control characters from a text and joins it into one line."""
     without_tags = html.unescape(_TAG.sub("", text))
     return " ".join("".join(each if each.isprintable() else " " for each in without_tags).split())
 
 
 def _whisper(document: Any) -> tuple[list[Piece], list[Piece]]:
-    """Captions and words of a whisper JSON file; words are used only if every segment has word times."""
+    """Returns the captions and words in a whisper JSON file; no words unless every segment has word times."""
     if isinstance(document, dict):
         document = document.get("segments")
     if not isinstance(document, list):
@@ -130,12 +130,12 @@ def _piece(item: Any, key: str) -> Piece | None:
     numbers = [each for each in (start, end) if isinstance(each, int | float) and not isinstance(each, bool)]
     text = plain(item[key])
     if len(numbers) < 2 or not all(map(math.isfinite, numbers)) or not 0 <= numbers[0] <= numbers[1] or not text:
-        return None  # whisperX gives some words, such as numbers, no times
+        return None  # whisperX writes no times for some words, such as numbers
     return Piece(float(numbers[0]), float(numbers[1]), text)
 
 
 def _is_whisper(path: Path) -> bool:
-    """Whether a JSON file next to a video is a transcript, not other data about the video."""
+    """Whether a JSON file next to a video is a transcript rather than other data about the video."""
     try:
         return bool(_whisper(json.loads(_text(path)))[0])
     except (OSError, ValueError, RecursionError):

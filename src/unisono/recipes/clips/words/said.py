@@ -1,4 +1,4 @@
-"""Speech in one clip: its title, its text and its caption files."""
+"""The speech in one clip: its title, text and caption files."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Said:
     files: list[str]
     """Names of the caption files, next to the clip."""
     track: str
-    """The captions as a data URL, because a browser loads no captions from a file next to a local page."""
+    """The captions as a data URL, because browsers do not load caption files that are next to a local page."""
 
 
 def said_in(transcript: Transcript | None, clip: Path, start: float, end: float) -> Said | None:
-    """Writes the caption files of a clip of this part of the video; returns None if there is no transcript."""
+    """Writes the caption files of a clip that shows this part of the video; returns None without a transcript."""
     if transcript is None:
         return None
     sentences = transcript.between(start, end)

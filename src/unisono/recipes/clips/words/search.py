@@ -1,7 +1,7 @@
-"""Finds the parts of a video that match a query, by comparing embeddings of the transcript with the query's.
+"""Finds the parts of a video that match a query, by comparing embeddings of the transcript and of the query.
 
 A sentence alone often does not state its topic ("It was expensive"), so passages of neighbouring sentences are compared
-too. The score of a sentence is the mean of its own similarity and the similarity of its best passage.
+too. The score of a sentence is the mean of its own similarity and that of the best-matching passage that contains it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from unisono.recipes.common.minilm import minilm_folder
 
 CLIP_SECONDS = 2.0
 _PASSAGE_WORDS = 60
-_MOST_TOKENS = 256  # the sequence length that the model was trained with
+_MOST_TOKENS = 256  # maximum sequence length that the model was trained with
 _AT_ONCE = 32
 
 Embed = Callable[[Sequence[str]], NDArray[np.float32]]
@@ -79,7 +79,7 @@ def minilm(device: str = "cpu") -> Embed:
 
     @torch.inference_mode()
     def embed(texts: Sequence[str]) -> NDArray[np.float32]:
-        order = sorted(range(len(texts)), key=lambda number: len(texts[number]))  # sorted by length, to reduce padding
+        order = sorted(range(len(texts)), key=lambda number: len(texts[number]))  # sorting by length reduces padding
         vectors = np.zeros((len(texts), model.config.hidden_size), np.float32)
         for at in range(0, len(order), _AT_ONCE):
             rows = order[at : at + _AT_ONCE]

@@ -1,8 +1,8 @@
 """A transcript: sentences with times, built from the words or captions of a file.
 
-Captions break lines where the screen ends, not where a sentence does. So the pieces of a file (words if it has their
-times, captions otherwise) are joined until a piece ends with a full stop, a pause follows, or the sentence reaches the
-maximum length. A sentence therefore begins and ends at the boundary of a piece, never in the middle of a word.
+Captions end where a line on the screen ends, not where a sentence ends. The pieces of a file (words if it has their
+times, otherwise captions) are therefore joined until a piece ends with a full stop, a pause follows, or the sentence
+reaches the maximum length. A sentence begins and ends at the boundary of a piece, never in the middle of a word.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ _END = re.compile(r"[.!?…。！？؟।][\"'”’»)\]]*$")
 _NO_END = re.compile(r"(^|\s)(\w|Mr|Mrs|Ms|Dr|Prof|St|vs|etc|e\.g|i\.e|No)\.$", re.IGNORECASE)
 _PAUSE_S = 1.2  # a longer pause ends a sentence even without a full stop
 _LONGEST_S = 30.0  # automatic captions may have no full stops at all
-_WIDE = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]$")  # scripts without spaces, at least at line ends
+_WIDE = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]$")  # scripts that need no space when lines are joined
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A word, or a caption of several words, with its times in seconds."""
+    """A word or a caption of several words, with its start and end in seconds."""
 
     start: float
     end: float
@@ -59,7 +59,7 @@ class Transcript:
     captions: tuple[Piece, ...]
     """The captions as they appear in the file."""
     has_words: bool
-    """Whether the pieces are words."""
+    """Whether the sentences' pieces are words rather than captions."""
 
     def between(self, start: float, end: float) -> list[Sentence]:
         """Returns the sentences with at least half of their duration in this time range."""
@@ -67,12 +67,12 @@ class Transcript:
 
 
 def transcript_of(name: str, captions: Sequence[Piece], words: Sequence[Piece] = ()) -> Transcript:
-    """Builds a transcript from captions in order of time, or from all words if their times are known."""
+    """Builds a transcript from captions, sorted by time, or from all words if their times are known."""
     return Transcript(name, tuple(_sentences(words or captions)), tuple(captions), bool(words))
 
 
 def joined(texts: Iterable[str]) -> str:
-    """Joins pieces of text, with a space between them unless their script uses no spaces."""
+    """Joins pieces of text with spaces, except between pieces in scripts that use no spaces."""
     result = ""
     for text in filter(None, (" ".join(each.split()) for each in texts)):
         result += text if not result or _WIDE.search(result) else f" {text}"
