@@ -42,7 +42,7 @@ FRAMES, SIZE = 6, 16
 
 
 class MovingSquares(Dataset[tuple[Tensor, int]]):
-    """Clips of a bright square that moves one pixel per frame; generated on access, deterministic per index."""
+    """Clips of a bright square that moves one pixel per frame; generated on access from the index alone."""
 
     def __init__(self, num: int, first: int = 0) -> None:
         self.num, self.first = num, first

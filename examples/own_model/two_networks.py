@@ -18,7 +18,7 @@ from unisono import Group, Loss, Recipe
 
 
 def network(inputs: int, hidden: int, outputs: int) -> nn.Module:
-    """A network with two hidden layers."""
+    """Builds a network with two hidden layers."""
     layers = [nn.Linear(inputs, hidden), nn.LeakyReLU(0.2), nn.Linear(hidden, hidden), nn.LeakyReLU(0.2)]
     return nn.Sequential(*layers, nn.Linear(hidden, outputs))
 
@@ -33,7 +33,7 @@ class Networks(nn.Module):
 
 
 def half_circles(angle: Tensor, moon: Tensor) -> Tensor:
-    """Points on the first or the second half circle (moon 0 or 1), for angles from 0 to pi."""
+    """Returns points on the first or the second half circle (moon 0 or 1), for angles from 0 to pi."""
     angle = angle + torch.pi * moon
     return torch.stack([angle.cos() + moon, angle.sin() + moon / 2], dim=1)
 

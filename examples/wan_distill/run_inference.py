@@ -22,7 +22,7 @@ from unisono.formatting import format_count
 from unisono.recipes.wan_distill.settings import HOW_TO_DRAW
 
 IMAGES = (".png", ".jpg", ".jpeg", ".webp")
-SIDE, STEPS, TEXT = 512, 30, 512  # default for pipelines without how_to_draw.json
+SIDE, STEPS, TEXT = 512, 30, 512  # defaults for pipelines without how_to_draw.json
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -69,7 +69,7 @@ def pipeline_folder(path: Path) -> Path:
 def sample_arguments(folder: Path) -> dict[str, int]:
     """Returns the arguments for the student's pipeline: sample size, number of steps and text length."""
     call = {"height": SIDE, "width": SIDE, "num_frames": 1, "num_inference_steps": STEPS, "max_sequence_length": TEXT}
-    with suppress(OSError, ValueError, AttributeError):  # not exported by unisono
+    with suppress(OSError, ValueError, AttributeError):  # the file is missing if unisono did not export the pipeline
         stored = json.loads((folder / HOW_TO_DRAW).read_text(encoding="utf-8"))
         call |= {name: stored[name] for name in call if type(stored.get(name)) is int}
     return call

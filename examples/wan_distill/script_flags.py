@@ -1,7 +1,7 @@
 """Translates the command line of the original script into settings of unisono.
 
 Most of the script's flags are flags or aliases of unisono (`unisono train wan-distill --help`). This module handles the
-others. Each of these has the effect that its name suggests, or a note explains its effect.
+other flags: each has the effect that its name suggests, or a note explains its effect.
 """
 
 from __future__ import annotations
@@ -235,7 +235,7 @@ def _length(resolved: Resolved, names: set[str]) -> tuple[list[str], list[str]]:
 
 
 def _defaults(resolved: Resolved, names: set[str], gpus: int) -> tuple[list[str], list[str]]:
-    """Returns defaults, and notes about those that differ from the original script. The tiny teacher has its own."""
+    """Returns defaults, and notes about those that differ from the original script's; the tiny teacher has its own."""
     remarks: list[str] = []
     if "mixed_precision" in names:
         kind = {"no": "32 bit"}.get(resolved.values["mixed_precision"], resolved.values["mixed_precision"])

@@ -31,7 +31,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 
 def student(seed: int = 0) -> Any:
-    """The student of config/tiny_student.json: a small WanTransformer3DModel."""
+    """Builds the student in config/tiny_student.json: a small WanTransformer3DModel."""
     config = student_of(str(HERE / "config/tiny_student.json"), tiny_transformer_config(), PIXELS_OF_A_LATENT).config
     model = build(config)
     initialise_randomly(model, seed)

@@ -1,4 +1,4 @@
-"""Checkpoints of a FlowMatchingTrainer: a folder of safetensors files and a JSON file, without pickle."""
+"""Reads and writes a FlowMatchingTrainer's checkpoints: folders with safetensors files and a JSON file, no pickles."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def write_checkpoint(
 
 
 def read_checkpoint(folder: Path, device: str) -> Saved:
-    """Reads a checkpoint that `write_checkpoint` wrote; an incomplete folder is an error."""
+    """Reads a checkpoint that `write_checkpoint` wrote; raises ConfigError if the folder is incomplete."""
     if folder.is_file():
         raise ConfigError(f"{folder} is a file; checkpoints are folders, and files of torch.save are not supported")
     try:

@@ -12,8 +12,8 @@ The objective is the one that Wan was trained with (t = 0 is data, t = 1 is nois
 
     x_t = (1 - t) x_0 + t noise          velocity = noise - x_0          the model gets 1000 t
 
-Random numbers belong to samples: with a DistributedSampler, N processes train like one with N times the batch. For data
-loading, caching, sharding, fault tolerance, previews and export use `unisono train wan-flow`.
+Random numbers belong to samples: with a DistributedSampler, N processes train like a single process with N times the
+batch size. For data loading, caching, sharding, fault tolerance, previews and export, use `unisono train wan-flow`.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class FlowMatchingTrainer:
         self.grad_clip, self.levels, self.seed = grad_clip, levels, seed
         self.global_step, self.epoch, self.samples = 0, 0, 0
         self._noise: tuple[int, Noise] | None = None
-        # Weights stay in 32 bit (64 in tests): 16 bit would round most updates away.
+        # Weights stay in 32 bits (64 in tests), because 16 bits would round most updates away.
         self.transformer = model.to(self.device, torch.float64 if dtype == torch.float64 else torch.float32)
         keep_time_embedding_in_float32(self.transformer)
         self.is_distributed = world_size > 1
@@ -108,11 +108,11 @@ class FlowMatchingTrainer:
         }
 
     def train_step(self, videos: Tensor, texts: Tensor) -> dict[str, float]:
-        """One optimizer step on latents [batch, C, f, h, w] or frames [batch, 3, F, H, W], and text [batch, n, width].
+        """Takes one optimizer step; returns metrics averaged over all processes.
 
-        Returns means over all processes.
+        `videos` are latents [batch, C, f, h, w] or frames [batch, 3, F, H, W]; `texts` are [batch, n, width].
         """
-        self._noise = None  # makes the step independent of random numbers that the user draws
+        self._noise = None  # so that the step does not depend on random numbers that the user has drawn
         self.model.train()
         videos, texts = (tensor.to(self.device, self._weight_type) for tensor in (videos, texts))
         latents = videos
@@ -135,7 +135,7 @@ class FlowMatchingTrainer:
         return {**means, "grad_norm": norm.item(), "learning_rate": self.optimizer.param_groups[0]["lr"]}
 
     def train_epoch(self, dataloader: Iterable[Any], scheduler: Any = None) -> dict[str, float]:
-        """One pass over batches, each (latents, text) or a mapping with `latent` and `text`; returns mean metrics."""
+        """Trains one epoch on batches of (latents, text) or mappings with `latent` and `text`; returns mean metrics."""
         total: dict[str, float] = {}
         steps = 0
         for batch in dataloader:
@@ -154,7 +154,7 @@ class FlowMatchingTrainer:
         return means
 
     def update_ema(self) -> None:
-        """Updates the EMA; its decay warms up, so that early weights are forgotten sooner."""
+        """Updates the EMA, whose decay warms up so that early weights are forgotten sooner."""
         if self.ema is not None:
             self.ema.update(self.global_step)
 
@@ -187,10 +187,10 @@ class FlowMatchingTrainer:
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
     def _draws(self, batch_size: int) -> Noise:
-        """Random numbers for the samples of this batch.
+        """Returns the random numbers for the samples of this batch.
 
-        They depend on a sample's position among the samples of all processes, which a DistributedSampler assigns in
-        turn.
+        They depend on a sample's position among the samples of all processes, to which a DistributedSampler assigns
+        samples in turn.
         """
         if self._noise is None or self._noise[0] != batch_size:
             mine = self.samples + self.rank + self.world_size * torch.arange(batch_size, device=self.device)

@@ -1,7 +1,7 @@
 """Translates the command line of the original script into settings of unisono.
 
-Most of its flags are flags or aliases of unisono (`unisono train wan-flow --help`). This module handles the others:
-each does what its name says, or is rejected with the reason and an alternative.
+Most of its flags are flags or aliases of unisono (`unisono train wan-flow --help`). This module handles the other
+flags: each has the effect that its name suggests, or is rejected with a reason and an alternative.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from unisono.recipes.wan_flow.settings import TINY
 MODEL = Path("models/wan2.2_ti2v_5B_fp16.safetensors")
 DATASET = Path("dataset")
 MODEL_SETTINGS = {"shift": 5}  # usual for TI2V-5B
-WITHOUT_TEXT_ENCODER = {"caption_dropout": 0, "guidance": 1}  # both need the embedding of an empty caption
+WITHOUT_TEXT_ENCODER = {"caption_dropout": 0, "guidance": 1}  # other values need the embedding of an empty caption
 NUM_EPOCHS = 100
-TINY_SIDE = 32  # in pixels: the image size of the tiny model
+TINY_SIDE = 32  # side length of the tiny model's images, in pixels
 
 _MEANS = {"use_8bit_adam": "--optimizer=adamw8bit", "fp8_optimizations": "--quantize=fp8"}
 _WITHOUT_EFFECT = {
@@ -71,7 +71,7 @@ def completed(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _default_model(resolved: Resolved) -> tuple[list[str], list[str]]:
-    """Chooses the model of the original script if its file exists, otherwise the tiny one."""
+    """Chooses the original script's model if its file exists, otherwise the tiny model."""
     if not MODEL.is_file():
         remark = f"no --model_path, no --model_config and no {MODEL}: training a tiny model (--model_config tiny)"
         if resolved.values["num_epochs"] is not None and not resolved.explicit("max_steps"):
@@ -90,7 +90,7 @@ def _default_model(resolved: Resolved) -> tuple[list[str], list[str]]:
 
 
 def _effective_batch(resolved: Resolved) -> int:
-    """The number of samples per step, if the command line determines it."""
+    """Returns the number of samples per step, if the command line determines it."""
     if resolved.explicit("global_batch_size") or resolved.explicit("gradient_accumulation_steps"):
         return int(TINY["batch_size"])
     processes = os.environ.get("WORLD_SIZE") or resolved.values["nproc"] or 1

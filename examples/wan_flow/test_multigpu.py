@@ -28,7 +28,7 @@ def samples() -> TensorDataset:
 
 
 def small_trainer(**more: object) -> FlowMatchingTrainer:
-    """A small Wan transformer."""
+    """Creates a trainer for a small Wan transformer."""
     torch.manual_seed(0)
     model = build({**transformer_config(None, "tiny"), "num_layers": 1})
     settings = {"device": "cpu", "dtype": torch.float64, "learning_rate": 1e-3, "ema_decay": 0.9, **more}
@@ -36,7 +36,7 @@ def small_trainer(**more: object) -> FlowMatchingTrainer:
 
 
 def train(folder: Path) -> list[float]:
-    """Trains an epoch, alone or as one of a launcher's processes."""
+    """Trains one epoch, in a single process or as one of a launcher's processes."""
     rank, world_size, _ = setup_distributed()
     data = samples()
     sampler: DistributedSampler[tuple[Tensor, ...]] = DistributedSampler(data, world_size, rank, shuffle=True, seed=5)

@@ -1,1 +1,1 @@
-"""Code shared by several recipes: caches on disk, fingerprints, data folders, media files, base weights of a LoRA."""
+"""Code that several recipes share: on-disk caches, fingerprints, data folders, media files, LoRA base weights."""

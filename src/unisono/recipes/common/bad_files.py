@@ -1,4 +1,4 @@
-"""Records unusable files on disk. All ranks read these records, so that they train on the same samples."""
+"""Records unusable files on disk; all ranks read these records, so they train on the same samples."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from unisono.errors import ConfigError, UserError
 from unisono.recipes.common.cache_files import write_cache_file
 from unisono.recipes.common.tree import one_line
 
-_MAX_NAMED = 3  # number of files listed in a message
+_MAX_NAMED = 3  # maximum number of files to list in a message
 
 
 class BadMedia(Exception):
@@ -23,12 +23,12 @@ class BadMedia(Exception):
         self.path, self.problem = path, problem
 
     def __reduce__(self) -> tuple[type[BadMedia], tuple[Path, str]]:
-        return type(self), (self.path, self.problem)  # loader workers send it to the main process as a pickle
+        return type(self), (self.path, self.problem)  # loader workers pickle it to send it to the main process
 
 
 @contextmanager
 def as_bad_media(path: Path, kind: str) -> Iterator[None]:
-    """Converts every exception into a BadMedia; `kind` is the expected kind of file, such as "video"."""
+    """Converts any exception into a BadMedia; `kind` is the expected kind of file, such as "video"."""
     # Decoders can raise almost any exception on malicious input, so enclose only the calls to the decoder.
     try:
         yield

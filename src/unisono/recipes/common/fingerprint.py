@@ -1,10 +1,10 @@
-"""Fingerprints of models and files; as cache keys they ensure that a changed file never gets a stale result.
+"""Computes fingerprints of models and files; as cache keys, they ensure that a changed file never gets a stale result.
 
 The fingerprint of a model on disk covers its config and tokenizer files in full, and evenly spaced blocks of each large
-weight file: reading 11 GB at every start would take longer than a training step. Modification times are not included,
-because copies on different machines must have the same fingerprint. The fingerprint of a model in memory covers every
-weight. There may be millions of images and videos, so their fingerprints cover only name, size and modification time,
-as in `make` and `rsync`.
+weight file: reading 11 GB whenever a run starts would take longer than a training step. Modification times are not
+included, because copies on different machines must have the same fingerprint. The fingerprint of a model in memory
+covers every weight. There may be millions of images and videos, so their fingerprints cover only name, size and
+modification time, as in `make` and `rsync`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _LENGTH = 32  # hexadecimal digits: 128 bits
 _MODEL_SUFFIXES = (".json", ".model", ".safetensors")  # a changed README does not change the model
-_MAX_WHOLE = 2**26  # in bytes; only some blocks of a larger file are hashed
+_MAX_WHOLE = 2**26  # maximum size in bytes of a file to hash in full; only some blocks of a larger file are hashed
 _BLOCK, _NUM_BLOCKS = 2**12, 512
 
 
@@ -70,7 +70,7 @@ class Keys:
     """Cache keys for values that are computed from many files with the same method."""
 
     def __init__(self, *method: Any) -> None:
-        """`method` is everything besides the file that affects the result."""
+        """`method` is everything except the file that affects the result."""
         self._method = hashlib.sha256(combined(*method).encode())
 
     def of_file(self, name: str, path: Path) -> str:
@@ -103,6 +103,6 @@ def _content(path: Path) -> str:
 def _plain_config(module: nn.Module) -> dict[str, Any]:
     config: Any = getattr(module, "config", {})
     values = dict(config.to_dict() if hasattr(config, "to_dict") else config)
-    # These entries do not change the output; the dtypes are hashed with the weights.
+    # Excludes entries that do not change the output; the weights' dtypes are hashed with the weights.
     unrelated = ("architectures", "dtype", "torch_dtype", "transformers_version")
     return {name: value for name, value in values.items() if not name.startswith("_") and name not in unrelated}

@@ -46,7 +46,7 @@ class LoraBase:
         return self if work.share([self]) else None
 
     def record(self) -> None:
-        """Writes the fingerprint. Call it when training starts, because the user may change the model until then."""
+        """Writes the fingerprint. Call it when training starts, because the user may replace the model before that."""
         if self._recorded() is None:
             recorded = {"fingerprint": self._fingerprint, "base_precision": self._precision}
             write_cache_file(self._file, json.dumps(recorded).encode())

@@ -24,9 +24,9 @@ from torch import Tensor
 
 from unisono.recipes.common.cache_files import remove_leftovers, write_cache_file
 
-_MAX_TENSORS = 256  # number of tensors per pack, which limits the size of the header
+_MAX_TENSORS = 256  # maximum number of tensors per pack, which limits the size of the header
 _MAX_BYTES = 2**26
-_MAX_SECONDS = 15.0  # longest time between writes in seconds; limits the work lost if the process is killed
+_MAX_SECONDS = 15.0  # maximum number of seconds between writes; limits the work lost if the process is killed
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64, "I64": torch.int64}
 
 
@@ -100,7 +100,7 @@ class PackReader:
     """Reads tensors from packs by index. A million entries take little memory, even in loader workers."""
 
     def __init__(self, folder: Path, entries: Sequence[PackEntry]) -> None:
-        # Arrays, because the reference counts of a million Python objects would defeat copy-on-write in forked workers.
+        # Uses arrays, because updating the reference counts of a million objects would copy them into forked workers.
         self._folder = str(folder)
         self._packs = sorted({entry.pack for entry in entries})
         self._kinds = list(dict.fromkeys((entry.shape, entry.dtype) for entry in entries))
@@ -112,7 +112,7 @@ class PackReader:
     def __getitem__(self, index: int) -> Tensor:
         shape, dtype = self._kinds[self._kind[index]]
         size, path = math.prod(shape) * dtype.itemsize, os.path.join(self._folder, self._packs[self._pack[index]])
-        # Opening the file for each read takes microseconds, and forked workers must not share a file handle.
+        # Opens the file for each read: this takes microseconds, and forked workers must not share a file handle.
         with open(path, "rb", buffering=0) as file:
             content = bytearray(os.pread(file.fileno(), size, int(self._start[index])))
         if len(content) < size:
@@ -122,7 +122,7 @@ class PackReader:
 
 def _entries(path: Path) -> Iterator[tuple[str, PackEntry]]:
     """Parses the header of a pack; raises ValueError if the file does not match its header."""
-    # The safetensors library does not expose offsets, and without them every read would parse the header again.
+    # Does not use the safetensors library, which does not expose offsets, so every read would parse the header again.
     if not path.is_file():  # opening a FIFO would block forever
         raise ValueError(f"{path} is not a file")
     with path.open("rb") as file:

@@ -1,6 +1,6 @@
 """Opens videos from untrusted sources.
 
-An unreadable file raises BadMedia instead of causing a crash or a hang, and FFmpeg cannot open any other file.
+An unreadable file raises BadMedia instead of causing a crash or a hang, and it cannot make FFmpeg open another file.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 VIDEO_SUFFIXES = (".mp4", ".avi", ".mov", ".mkv", ".webm")
 
-MAX_PIXELS = 2**27  # limit per frame, because a small file may declare any frame size
+MAX_PIXELS = 2**27  # maximum per frame, because a small file may declare any frame size
 # Without this list, a playlist named video.mp4 would make FFmpeg open any file or URL that it lists.
 _FORMATS = "mov,matroska,avi,mpegts,mpeg,flv,asf,ogg"
 
@@ -52,9 +52,9 @@ def video_stream(path: Path, container: InputContainer) -> VideoStream | None:
         raise BadMedia(path, "PyAV has no decoder for this video's codec")
     if stream.width * stream.height > MAX_PIXELS:
         raise BadMedia(path, f"{stream.height}×{stream.width} is more than {MAX_PIXELS:,} pixels")
-    stream.codec_context.options = {"max_pixels": str(MAX_PIXELS)}  # a frame may be larger than the header declares
+    stream.codec_context.options = {"max_pixels": str(MAX_PIXELS)}  # frames may be larger than the header declares
     stream.thread_type = "AUTO"
-    stream.thread_count = min(4, torch.get_num_threads())  # a loader worker has one torch thread
+    stream.thread_count = min(4, torch.get_num_threads())  # 1 in a loader worker, which has one torch thread
     return stream
 
 

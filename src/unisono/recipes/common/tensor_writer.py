@@ -1,6 +1,6 @@
-"""Writes safetensors files one tensor at a time, so that a file may be larger than the memory that is free.
+"""Writes safetensors files one tensor at a time, so a file may be larger than the free memory.
 
-The safetensors library takes all tensors of a file at once and serialises them before it writes.
+The safetensors library, in contrast, takes all tensors of a file at once and serialises them before it writes.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 _DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-_ALIGNMENT = 8  # the header's length is a multiple of this many bytes
+_ALIGNMENT = 8  # the header's length in bytes is a multiple of this
 
 
 @dataclass(frozen=True)
 class ToWrite:
-    """A tensor of a file, which is read only when it is written."""
+    """A tensor to write to a file; its values are read only when it is written."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -33,7 +33,7 @@ class ToWrite:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, ToWrite]) -> None:
-    """Writes a new safetensors file; holds one tensor at a time."""
+    """Writes a new safetensors file; holds only one tensor in memory at a time."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     start = 0
     for name, tensor in tensors.items():
@@ -54,7 +54,7 @@ def write_tensors(path: Path, tensors: Mapping[str, ToWrite]) -> None:
 
 
 def write_sharded(folder: Path, stem: str, tensors: Mapping[str, ToWrite], most_bytes: int) -> None:
-    """Writes tensors to STEM.safetensors, or to several files of at most `most_bytes` and an index of them."""
+    """Writes tensors to STEM.safetensors, or to several files of at most `most_bytes` with an index."""
     shards = list(_shards(tensors, most_bytes))
     if len(shards) == 1:
         write_tensors(folder / f"{stem}.safetensors", tensors)
@@ -66,7 +66,7 @@ def write_sharded(folder: Path, stem: str, tensors: Mapping[str, ToWrite], most_
         weight_map |= dict.fromkeys(shard, file)
     total = sum(tensor.num_bytes for tensor in tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    # Written last: without it, an incomplete set of files does not look complete.
+    # Written last, so that an incomplete set of files cannot be taken for a complete one.
     (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 

@@ -1,4 +1,4 @@
-"""Lists and reads the files of a data folder, and never a file outside it.
+"""Lists and reads the files in a data folder, but never a file outside it.
 
 Data folders are not trusted: a metadata file may name `../../etc/passwd`, and a symbolic link may point there. This
 module looks files up in the folder's listing, and follows a link only if its target is also in the folder.
@@ -14,7 +14,7 @@ from unisono.config.values import shown
 from unisono.errors import ConfigError
 from unisono.observe.folder import EVENTS, RUN
 
-_RUN_FILES = {RUN, EVENTS}  # a run folder has both from its first step on
+_RUN_FILES = {RUN, EVENTS}  # from its first step on, a run folder contains both files
 
 
 class Outside(ConfigError):
@@ -29,10 +29,10 @@ class Tree:
     """A data folder. Paths are relative to it and use `/`; hidden files are ignored."""
 
     def __init__(self, folder: Path, *, follow_links: bool = False) -> None:
-        """With `follow_links`, links to files may lead outside, for a folder that the user trusts."""
+        """With `follow_links`, links to files may lead outside the folder; only for folders that the user trusts."""
         self.folder, self._follow_links = folder, follow_links
         self._root = folder.resolve()
-        # A snapshot in the Hugging Face cache consists of links into its `blobs` folder.
+        # A snapshot in the Hugging Face cache consists of links into the cache's `blobs` folder.
         self._allowed = [self._root]
         if self._root.parent.name == "snapshots":
             self._allowed.append(self._root.parent.parent / "blobs")
@@ -110,7 +110,7 @@ class Tree:
 
 
 def _leads_to(kind: Callable[[], bool]) -> bool:
-    """Returns the result of `is_file` or `is_dir` of an entry; False for a circular link."""
+    """Returns the result of an entry's `is_file` or `is_dir`; False for a circular link."""
     try:
         return kind()
     except OSError:

@@ -1,1 +1,1 @@
-"""Algorithm Distillation: a transformer trained on learning histories learns new tasks in its context."""
+"""Algorithm Distillation: a transformer that was trained on learning histories learns new tasks in its context."""

@@ -14,7 +14,7 @@ _AT_LEAST_ONE = (
     *("eval_episodes", "eval_repeats", "num_validation", "n_steps", "source_batch_size", "n_epochs"),
     "compress_interval",
 )
-# Limits far above sensible values, but below values that overflow or take forever to build.
+# Limits that are far above sensible values, but below values that overflow or take forever to build.
 _AT_MOST = {
     **{"tf_n_embd": 2**16, "tf_n_layer": 1000, "tf_n_inner": 2**18, "n_transit": 2**20, "n_epochs": 10_000},
     **{"n_stream": 10**6, "total_source_timesteps": 10**9, "eval_episodes": 10**5, "eval_repeats": 10**4},
@@ -25,12 +25,12 @@ _MAX_EVAL_STEPS = 10**8  # limit per task, because an evaluation holds all steps
 
 
 def check_config(config: Any, room: Room, num_tasks: int) -> None:
-    """Rejects numbers out of range, contradictory settings, and sizes that no machine can hold."""
+    """Rejects numbers out of range, contradictory settings, and sizes that do not fit into any machine's memory."""
     name = "compress_interval" if config.use_compressed_context else "n_transit"
     context = getattr(config, name)
     if config.use_compressed_context:
         _check_regions(config, room.horizon)
-    # With fewer than two episodes in the context, there is nothing to learn from.
+    # A context of fewer than two episodes contains no earlier episode to learn from.
     shortest = {name: room.horizon if config.use_compressed_context else 2 * room.horizon}
     least = {**dict.fromkeys(_AT_LEAST_ONE, 1), "eval_train_tasks": 0, "train_source_timesteps": context, **shortest}
     check_range(config, least, _AT_MOST)
@@ -82,7 +82,7 @@ def _check_histories(config: Any, room: Room, context: int, name: str) -> None:
 
 
 def _check_sizes(config: Any, room: Room, num_tasks: int) -> None:
-    """Checks sizes that follow from several settings."""
+    """Checks the sizes that several settings determine together."""
     width = config.tf_n_embd
     parameters = width * (config.n_transit + config.tf_n_layer * (4 * width + 2 * config.tf_n_inner))
     if parameters > _MAX_PARAMETERS:

@@ -1,7 +1,7 @@
-"""Translates config files of other implementations.
+"""Translates config files from other implementations.
 
-They describe the environment, the source learner and the model in three YAML files, merged into one flat mapping. A
-key either has the same effect here, or raises an error with the reason.
+These implementations describe the environment, the source learner and the model in three YAML files, which are merged
+into one flat mapping. A key either has the same effect here, or raises an error that states the reason.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SOURCES = {
     "noise": "noise",
     "eps": "noise",
 }
-"""Values of `alg`, each with the source learner that it selects."""
+"""The values of `alg`, with the source learner that each value selects."""
 
 _CONSTANTS: Mapping[str, tuple[Any, Any, str]] = {
     "model": (str, "AD", "this recipe trains AD"),
@@ -46,7 +46,7 @@ _CONSTANTS: Mapping[str, tuple[Any, Any, str]] = {
     "policy": (str, "MlpPolicy", "the source learner ppo uses a small MLP"),
     "tensorboard_log": (str | None, None, "only the run writes TensorBoard files, not the source learners"),
 }
-"""Keys that allow a single value: type, value, and the reason."""
+"""Keys with a single allowed value: type, value, and the reason."""
 
 _WITHOUT_EFFECT: Mapping[str, str] = {
     "n_process": "learners run as a batch on the run's own ranks, not in worker processes",
@@ -68,7 +68,7 @@ FILE_KEYS: Mapping[str, Any] = {
 
 
 def translate(values: dict[str, Any], where: str) -> dict[str, Any]:
-    """Returns the settings under unisono's names; `where` is the file they come from."""
+    """Returns the settings under unisono's names; `where` names the file that they come from."""
     values = dict(values)
     for key, reason in _WITHOUT_EFFECT.items():
         if key in values:
@@ -117,7 +117,7 @@ def _text(value: Any) -> str:
 
 
 def _largest_return(values: Mapping[str, Any]) -> float:
-    """The largest return of an episode in the environment that the file describes."""
+    """Returns the largest possible return of an episode in the environment that the file describes."""
     if values.get("env") == "dark_key_to_door":
         return 2.0
     try:

@@ -24,8 +24,8 @@ Observation = NDArray[np.int32]
 class RoomEnv(gymnasium.Env[Observation, np.int64]):
     """A dark room: the agent observes its own cell (x, y) and must find the goal by its rewards.
 
-    `task` is the number of the task; without it, every episode has a random one (`info["task"]`). An episode
-    is *truncated* after `horizon` steps. (Other versions set `terminated` as well, which tells a learner that the value
+    `task` is the number of the task; without it, every episode has a random task (`info["task"]`). An episode is
+    *truncated* after `horizon` steps. (Other implementations set `terminated` too, which tells a learner that the value
     of the last state is 0.)
     """
 
@@ -108,12 +108,12 @@ class RoomEnv(gymnasium.Env[Observation, np.int64]):
         return float(self._at in self._hidden().values())
 
     def _hidden(self) -> dict[str, Cell]:
-        """The cells that the agent must find, by the symbol that render() draws."""
+        """Returns the cells that the agent must find, by the symbols that render() draws."""
         return {"*": self._cell(self._task)}
 
 
 class DarkroomEnv(RoomEnv):
-    """Every step that ends on the goal is rewarded with 1. A task is the number of the goal cell: x * size + y."""
+    """Every step that ends in the goal cell gives a reward of 1. A task is the number of that cell: x * size + y."""
 
 
 class DarkroomPermutedEnv(RoomEnv):
@@ -136,7 +136,7 @@ class DarkroomPermutedEnv(RoomEnv):
 
 
 class DarkKeyToDoorEnv(RoomEnv):
-    """The key and then the door are rewarded with 1, once each. A task is key cell * size² + door cell.
+    """The key and then the door give a reward of 1, once each. A task is key cell * size² + door cell.
 
     A step either takes the key or opens the door, never both, even if they are in the same cell.
     """

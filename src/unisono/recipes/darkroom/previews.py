@@ -1,4 +1,4 @@
-"""The preview of a run: a figure and a table that show how well the model learns unseen tasks in context."""
+"""Draws the preview of a run: a figure and a table that show how well the model learns unseen tasks in context."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def draw(recipe: Darkroom) -> Mapping[str, Any]:
 
 
 def best(evaluations: list[dict[str, Any]], metric: str) -> dict[str, Any]:
-    """The evaluation of the best checkpoint (the first in a tie); ignores step 0 (`eval_first`), which has none."""
+    """Returns the best checkpoint's evaluation (in a tie, the first); ignores step 0, which has no checkpoint."""
     trained = [evaluation for evaluation in evaluations if evaluation["step"]] or evaluations
     return max(trained, key=lambda evaluation: evaluation.get(metric, -1.0))
 
 
 def _groups(evaluation: Mapping[str, Any]) -> dict[str, str]:
-    """The groups of tasks that were played, and their colours."""
+    """Returns the groups of tasks that were played, with their colours."""
     return {name: colour for name, colour in _COLOURS.items() if f"eval/{name}_of_optimum" in evaluation}
 
 

@@ -17,7 +17,7 @@ from unisono.engine.recipe import Loss, Recipe, Work
 from unisono.errors import ConfigError
 from unisono.recipes.darkroom import foreign_config, settings
 
-if TYPE_CHECKING:  # `unisono train darkroom --help` must not import torch
+if TYPE_CHECKING:  # keeps `unisono train darkroom --help` from importing torch
     from torch import Tensor, nn
 
     from unisono.data.noise import Noise
@@ -26,8 +26,8 @@ if TYPE_CHECKING:  # `unisono train darkroom --help` must not import torch
 
 GROUPS = ("train", "validation", "unseen")
 _LAST_EPISODES = 10
-_SOLVED = 0.8  # fraction of the optimal return
-_RANDOM_EPISODES = 2000  # per task
+_SOLVED = 0.8  # fraction of the optimal return at which a task counts as solved
+_RANDOM_EPISODES = 2000  # number of random episodes per task that `chance` plays
 _KEY_TO_DOOR_TASKS = 500
 
 
@@ -60,7 +60,7 @@ class Darkroom(Recipe):
         *("source", "alg_seed", "n_stream", "total_source_timesteps", "source_noise", "source_shared", "source_lr"),
         *("n_steps", "source_batch_size", "n_epochs", "traj_dir", "train_n_stream", "train_source_timesteps"),
         *("history_skip", "n_transit", "use_compressed_context", "compress_interval"),
-        # The model; weights also load with a different number of heads, but then compute a different function:
+        # The model. The weights would also load with a different number of heads, but compute a different function:
         *("tf_n_embd", "tf_n_layer", "tf_n_head", "tf_n_inner"),
     )
     Config = settings.Config
@@ -146,7 +146,7 @@ class Darkroom(Recipe):
         return Windows.of(histories, room.horizon, config.n_transit, config.history_skip)
 
     def example(self) -> Any:
-        """A context of a history of zeros."""
+        """Returns a context from a history of zeros."""
         import torch
 
         from unisono.recipes.darkroom.data.windows import TwoRegions, Windows
@@ -161,13 +161,13 @@ class Darkroom(Recipe):
         return Windows.of(histories, horizon, length)[0]
 
     def collate(self, items: list[Any]) -> Any:
-        """Joins contexts, each of which is a batch of one; the evaluation's samples are pairs of numbers."""
+        """Joins contexts, each of which is a batch of one; evaluation samples are pairs of numbers instead."""
         from unisono.recipes.darkroom.data.windows import Contexts, joined
 
         return joined(items) if isinstance(items[0], Contexts) else super().collate(items)
 
     def loss(self, model: nn.Module, batch: Contexts, noise: Noise) -> Loss:
-        """The cross-entropy of the learner's next actions, summed over the positions that count."""
+        """Computes the cross-entropy of the learner's next actions, summed over the positions that count."""
         import torch
         import torch.nn.functional as F
 
@@ -175,10 +175,10 @@ class Darkroom(Recipe):
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         actions, learned = batch.actions, batch.learned
         if self.config.loss_positions == "last":
-            # Uses one random position per context, as if the context ended there.
+            # Uses only one random position per context, as if the context ended there.
             if learned is None:
                 position = noise.integers(0, actions.shape[1], 1)
-            else:  # the position is in the current region
+            else:  # chooses the position in the current region
                 position = learned.int().argmax(1, keepdim=True) + noise.integers(0, self.config.compress_interval, 1)
             logits = logits.gather(1, position[..., None].expand(-1, -1, logits.shape[-1]))
             actions, learned = actions.gather(1, position), None
@@ -195,7 +195,7 @@ class Darkroom(Recipe):
         return Loss(torch.where(weight, losses, 0.0).sum(), weight.sum(), {"accuracy": (correct & weight).sum()})
 
     def evaluate(self, model: nn.Module, batch: Any, noise: Noise) -> Mapping[str, Any]:
-        """Plays tasks with frozen weights and compares the return of the last episodes with the optimum."""
+        """Plays tasks with frozen weights, and compares the returns of the last episodes with the optimum."""
         import torch
 
         from unisono.recipes.darkroom.models.rollout import RegionContext, SlidingContext, play
@@ -211,14 +211,14 @@ class Darkroom(Recipe):
         context: SlidingContext | RegionContext = SlidingContext(config.n_transit, self.room.horizon)
         if config.use_compressed_context:
             context = RegionContext(config.compress_interval)
-        with torch.compiler.set_stance("force_eager"):  # the compiled model is for one shape, but rollouts have many
+        with torch.compiler.set_stance("force_eager"):  # the model was compiled for one shape, but rollouts have many
             returns = play(model, self.room, rows, uniform, context, greedy=config.greedy, dtype=dtype)  # type: ignore[arg-type]
         returns = returns.view(len(tasks), repeats, -1).double().mean(1)  # [tasks, episodes]
         optimum = self.room.optimum(tasks).double()
         last = returns[:, -_LAST_EPISODES:].mean(1)
         metrics: dict[str, Any] = {}
         for group, name in enumerate(GROUPS):
-            if name == "train" and not config.eval_train_tasks:  # otherwise its fraction of the optimum would be 0 / 0
+            if name == "train" and not config.eval_train_tasks:  # its fraction of the optimum would be 0 / 0
                 continue
             member = (groups == group).double()
             metrics[f"{name}_of_optimum"] = (last @ member, optimum @ member)
@@ -232,7 +232,7 @@ class Darkroom(Recipe):
 
     @cached_property
     def source_curve(self) -> list[float]:
-        """Mean return of the source learners on the unseen tasks, by episode."""
+        """The source learners' mean return on the unseen tasks, by episode."""
         from unisono.recipes.darkroom.data.histories import read_histories
 
         config, horizon = self.config, self.room.horizon
@@ -242,7 +242,7 @@ class Darkroom(Recipe):
         return curve
 
     def optimum(self, group: str) -> float:
-        """Mean optimal return of an episode over the tasks of a group that are played."""
+        """Returns the mean optimal return of an episode over the tasks of a group that are played."""
         import torch
 
         tasks = getattr(self.split, group)
@@ -250,7 +250,7 @@ class Darkroom(Recipe):
         return self.room.optimum(torch.tensor(played)).double().mean().item()
 
     def chance(self, group: str) -> float:
-        """Mean return of an episode of uniformly random actions over the tasks of a group."""
+        """Returns the mean return of an episode with uniformly random actions, over the tasks of a group."""
         import torch
 
         from unisono.recipes.darkroom.rooms import NUM_ACTIONS
@@ -265,7 +265,7 @@ class Darkroom(Recipe):
         return total
 
     def preview(self, model: nn.Module, step: int) -> Mapping[str, Any] | None:
-        """A figure and a table of the return per episode, with source learner, optimum and chance."""
+        """Draws a figure and a table of the return per episode, with source learner, optimum and chance."""
         if not self.evaluations:
             return None
         from unisono.recipes.darkroom.previews import draw

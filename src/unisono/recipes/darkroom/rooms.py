@@ -1,4 +1,4 @@
-"""The environments. Thousands of episodes run as one batch, and a step of all of them takes a few tensor operations.
+"""The environments. Thousands of episodes run as one batch, in which a step takes only a few tensor operations.
 
 A room is a grid with walls around it. An agent observes only its own cell. It must infer the task (where the goal is,
 what the actions do, where the key and the door are) from rewards. Episodes have a fixed length and all rows of a batch
@@ -23,7 +23,7 @@ from unisono.errors import ConfigError
 NUM_ACTIONS = 5
 MOVES = ((1, 0), (-1, 0), (0, 1), (0, -1), (0, 0))  # dx and dy of each action
 STAY = NUM_ACTIONS - 1
-MAX_SIZE = 16  # a history stores a cell in one byte
+MAX_SIZE = 16  # because a history stores a cell in one byte
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Room(ABC):
     start: tuple[int, int]
 
     def __init__(self, size: int = 9, horizon: int = 0) -> None:
-        """A grid of size x size cells with episodes of `horizon` steps; 0 uses the environment's usual length."""
+        """Creates a grid of size x size cells with episodes of `horizon` steps (0: the environment's usual length)."""
         if not 2 <= size <= MAX_SIZE:
             raise ConfigError(f"grid_size: expected 2 to {MAX_SIZE}, got {size}")
         if horizon < 0:
@@ -93,15 +93,15 @@ class Room(ABC):
         return Episode(episode.tasks, cells, stage), rewards
 
     def straight(self, cells: Tensor, targets: Tensor, uniform: Tensor) -> Tensor:
-        """Returns the moves [batch] that lead straight from cells to targets; at the target, the move that stays there.
+        """Returns the moves [batch] that lead straight from cells to targets; at a target, the move that stays there.
 
-        If a move along x and one along y are equally good, `uniform` [batch], in [0, 1), decides.
+        If a move along x and a move along y are equally good, `uniform` [batch], in [0, 1), decides.
         """
         along_y = (uniform >= 0.5).long()
         return self._straight_moves.on(cells.device)[(along_y * self.num_cells + cells) * self.num_cells + targets]
 
     def best_actions(self, episode: Episode, uniform: Tensor) -> Tensor:
-        """Returns optimal actions [batch]; `uniform` decides between equally good ones."""
+        """Returns optimal actions [batch]; `uniform` decides between equally good actions."""
         targets = self.target(episode.tasks, episode.stage)
         return self.straight(episode.cells, torch.where(targets < 0, episode.cells, targets), uniform)
 
@@ -145,7 +145,7 @@ class Darkroom(Room):
 
 
 class DarkroomPermuted(Room):
-    """The agent must find out what its actions do: a task permutes them (120 ways). The goal is the far corner."""
+    """The agent must find out what its actions do: a task is one of 120 permutations. The goal is the far corner."""
 
     name = "darkroom_permuted"
     num_tasks = 120
@@ -177,8 +177,8 @@ class DarkKeyToDoor(Room):
     """The agent must find the key, then the door; each gives a reward of 1. A task is key cell * cells + door cell.
 
     One step takes the key or opens the door, never both. If both are in the same cell, the step that arrives there
-    takes the key, and a later step that ends there (such as staying) opens the door. If the key is in the start cell,
-    taking it needs a step too.
+    takes the key, and a later step that ends there (such as staying) opens the door. Taking the key needs a step even
+    if it is in the start cell.
     """
 
     name = "dark_key_to_door"
@@ -219,12 +219,12 @@ class Split:
 
     @property
     def all(self) -> list[int]:
-        """The tasks of all three groups."""
+        """Returns the tasks of all three groups."""
         return [*self.train, *self.validation, *self.unseen]
 
 
 def split_tasks(num_tasks: int, seed: int, train_ratio: float, num_validation: int) -> Split:
-    """Shuffles the tasks and splits them: a fraction `train_ratio` for training and validation, the rest unseen."""
+    """Shuffles and splits the tasks: the fraction `train_ratio` is for training and validation, the rest is unseen."""
     tasks = list(range(num_tasks))
     random.Random(seed).shuffle(tasks)
     num_train = round(num_tasks * train_ratio)
@@ -238,7 +238,7 @@ def split_tasks(num_tasks: int, seed: int, train_ratio: float, num_validation: i
 
 
 def _neighbours(size: int) -> Tensor:
-    """A flat table of the cell that each move leads to; the index is cell * actions + action."""
+    """Returns a flat table of the cell that each move leads to; the index is cell * actions + action."""
     cells = torch.arange(size * size)[:, None]
     moves = torch.tensor(MOVES)
     x, y = (cells // size + moves[:, 0]).clamp(0, size - 1), (cells % size + moves[:, 1]).clamp(0, size - 1)
@@ -246,7 +246,7 @@ def _neighbours(size: int) -> Tensor:
 
 
 def _straight_moves(size: int) -> Tensor:
-    """A flat table of the move from each cell towards each target.
+    """Returns a flat table of the move from each cell towards each target.
 
     The index is (along_y * cells + cell) * cells + target; `along_y` is 1 for paths that move along y first.
     """

@@ -1,1 +1,1 @@
-"""Learning histories: collects them, stores them in HDF5 files, and cuts contexts out of them."""
+"""Collects learning histories, stores them in HDF5 files, and cuts contexts out of them."""

@@ -17,15 +17,15 @@ from unisono.recipes.darkroom.rooms import Room
 from unisono.recipes.darkroom.sources import SOURCES
 from unisono.recipes.darkroom.sources.source import Histories, run_learners
 
-_MAX_BLOCK = 9  # tasks
-_MIN_BLOCKS = 8  # with few tasks, blocks are smaller, so that there are at least this many for the ranks
-_MAX_GPU_ROWS = 2**15  # learners that a GPU runs at once, limited by the memory for their histories
+_MAX_BLOCK = 9  # maximum number of tasks per block
+_MIN_BLOCKS = 8  # with few tasks, blocks are smaller, so that there are about this many to divide between ranks
+_MAX_GPU_ROWS = 2**15  # number of learners that a GPU runs at once, limited by the memory for their histories
 
 Block = tuple[int, ...]
 
 
 def blocks_of(tasks: Sequence[int]) -> list[Block]:
-    """Divides tasks into blocks. The blocks depend only on the tasks, so every rank and every restart gets the same."""
+    """Divides tasks into blocks. The blocks depend only on the tasks: they are the same on all ranks and restarts."""
     ordered = sorted(set(tasks))
     size = max(1, min(_MAX_BLOCK, len(ordered) // _MIN_BLOCKS))
     return [tuple(ordered[start : start + size]) for start in range(0, len(ordered), size)]
@@ -47,10 +47,10 @@ def collect(
     settings: Mapping[str, Any] | None = None,
     work: Work | None = None,
 ) -> list[Path]:
-    """Collects the missing blocks of this process's share and returns the files of all blocks.
+    """Collects the missing blocks of this process's share, and returns the files of all blocks.
 
-    `settings` are those of the source learner. `work` supplies the share, the device, the progress bar and stop
-    requests, which take effect between blocks; the default is a single CPU process.
+    `settings` are those of the source learner. `work` provides the share, the device, the progress bar and stop
+    requests (which take effect between blocks); the default is a single CPU process.
     """
     work = work or Work(folder)
     _check(room, source, tasks, num_streams, num_steps)
@@ -89,7 +89,7 @@ def collect(
 
 
 def _groups(blocks: list[Block], num_streams: int, device: torch.device) -> list[list[Block]]:
-    """Groups the blocks to collect at once: many on a GPU, one on the CPU."""
+    """Groups the blocks to collect at the same time: many on a GPU, one on the CPU."""
     size = 1 if device.type == "cpu" else max(1, _MAX_GPU_ROWS // (_MAX_BLOCK * num_streams))
     return [blocks[start : start + size] for start in range(0, len(blocks), size)]
 

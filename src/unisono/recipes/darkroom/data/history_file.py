@@ -18,14 +18,14 @@ from unisono.errors import UserError
 from unisono.recipes.darkroom.rooms import Room
 
 FORMAT = 1
-_MAX_CHUNK = 2**28  # in bytes; HDF5 decompresses whole chunks
-_MAX_TEXT = 2000  # largest number of characters in an attribute
-_BUILT_IN_FILTERS = {1, 2, 3, 32000}  # deflate, shuffle, fletcher32, lzf, for which h5py loads no plugin
+_MAX_CHUNK = 2**28  # maximum chunk size in bytes, because HDF5 decompresses whole chunks
+_MAX_TEXT = 2000  # maximum number of characters in an attribute
+_BUILT_IN_FILTERS = {1, 2, 3, 32000}  # deflate, shuffle, fletcher32 and lzf, for which h5py needs no plugin
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Everything that determines the content of a file of histories; unisono stores it as attributes."""
+    """Everything that determines the content of a history file; unisono stores it in the file's attributes."""
 
     room: str
     size: int
@@ -40,12 +40,12 @@ class Origin:
     def of(
         cls, room: Room, source: str, settings: Mapping[str, Any] | None, seed: int, num_streams: int, num_steps: int
     ) -> Origin:
-        """The origin of `num_streams` histories per task with `num_steps` steps each."""
+        """Returns the origin of `num_streams` histories per task with `num_steps` steps each."""
         as_json = json.dumps(dict(settings or {}), sort_keys=True)
         return cls(room.name, room.size, room.horizon, source, as_json, seed, num_streams, num_steps)
 
     def difference(self, other: Origin) -> str:
-        """Describes the first field that differs from the other origin; empty if none does."""
+        """Describes the first field that differs from the other origin; empty if all fields are equal."""
         for field in fields(self):
             mine, theirs = getattr(self, field.name), getattr(other, field.name)
             if mine != theirs:
@@ -54,7 +54,7 @@ class Origin:
 
 
 class HistoryFile:
-    """A file of histories, open for reading. Nothing in it is trusted."""
+    """A history file, open for reading; nothing in it is trusted."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -65,7 +65,7 @@ class HistoryFile:
         if not self.path.is_file():
             raise UserError(f"{self.path} is not a file; histories are HDF5 files, or folders of them")
         try:
-            # Does not lock the file, because it no longer changes, and some file systems have no locks.
+            # Needs no lock, because the file no longer changes, and some file systems do not support locks.
             self._file = h5py.File(self.path, "r", locking="best-effort")
         except OSError as error:
             raise UserError(
@@ -78,7 +78,7 @@ class HistoryFile:
 
     @contextmanager
     def _damage_as_user_error(self) -> Iterator[None]:
-        # HDF5 notices damage only when it reads the damaged part, and h5py has no exception class for it.
+        # HDF5 detects damage only when it reads the damaged part, and h5py has no specific exception for damage.
         try:
             yield
         except (OSError, RuntimeError, ValueError, TypeError, KeyError) as error:
@@ -105,11 +105,11 @@ class HistoryFile:
         import h5py
 
         with self._damage_as_user_error():
-            # Links may point outside the file, so they are not followed.
+            # Does not follow other kinds of links, because they may point outside the file.
             return isinstance(self._file.get(str(task), getlink=True), h5py.HardLink)
 
     def read(self, task: int, name: str, num_streams: int, num_steps: int, below: int, *width: int) -> Tensor:
-        """Reads the first steps of a column of integers in [0, below) as bytes, [streams, steps, *width]."""
+        """Reads a column's first steps as bytes, [streams, steps, *width]; its values must be in [0, below)."""
         with self._damage_as_user_error():
             column = self._dataset(task, name)
             shape = column.shape
@@ -154,7 +154,7 @@ class HistoryFile:
         if name not in attributes:
             return None
         attribute = attributes.get_id(name)
-        # Variable-length text is stored elsewhere in the file; in a damaged file, HDF5 may search for it forever.
+        # Rejects variable-length text, which is stored elsewhere in the file: HDF5 may search a damaged file forever.
         if attribute.shape != () or attribute.dtype.kind not in "iuS":
             return None
         value = attributes[name]

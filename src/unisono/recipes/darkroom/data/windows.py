@@ -1,7 +1,7 @@
 """The training data: contexts cut out of learning histories.
 
-All histories are stored on the device as bytes (22 MB for the whole dataset), and a batch of contexts is gathered from
-them by index. Every context starts at the first step of an episode, as in a rollout.
+All histories are stored on the device as bytes (22 MB with the default settings), and batches of contexts are gathered
+from them by index. Every context starts at the first step of an episode, as in a rollout.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class Contexts(NamedTuple):
 
     tokens: Tokens
     actions: Tensor  # the targets
-    learned: Tensor | None  # positions that count in the loss; None: all of them
+    learned: Tensor | None  # positions that count in the loss; None: all positions
 
 
 def joined(batches: Sequence[Contexts]) -> Contexts:
-    """Makes one batch of several."""
+    """Joins several batches into one."""
     tokens = Tokens(*(_cat(column) for column in zip(*(batch.tokens for batch in batches), strict=True)))
     actions = torch.cat([batch.actions for batch in batches])
     return Contexts(tokens, actions, _cat([batch.learned for batch in batches]))
@@ -39,7 +39,7 @@ def _cat(tensors: Sequence[Tensor | None]) -> Any:
 
 @dataclass(frozen=True)
 class Windows:
-    """A dataset of all windows of `length` steps that begin at the first step of an episode."""
+    """A dataset of all windows of `length` steps that start at the first step of an episode."""
 
     cells: Tensor  # [histories, steps], uint8
     actions: Tensor
@@ -49,7 +49,7 @@ class Windows:
 
     @classmethod
     def of(cls, histories: Histories, horizon: int, length: int, skip: int = 1, setting: str = "n_transit") -> Windows:
-        """Windows over every `skip`-th episode. `setting` is the name of the setting for `length`, for messages."""
+        """Returns windows over every `skip`-th episode; `setting` names the setting for `length` in error messages."""
         steps = histories.cells.shape[-1] // horizon * horizon
         columns = [
             values[..., :steps].reshape(-1, steps // horizon, horizon)[:, ::skip].flatten(1).contiguous()
@@ -100,15 +100,15 @@ class Windows:
 class TwoRegions(Windows):
     """A dataset of two-region contexts: the previous `interval` steps between separators, then the current steps.
 
-    Only actions of the current region count in the loss. The first region of a history has no previous region: nothing
-    is between its separators, and the unused slots at the end do not count in the loss.
+    Only actions in the current region count in the loss. The first region of a history has no previous region. In its
+    contexts, nothing is between the separators, and the unused slots at the end do not count in the loss.
     """
 
     interval: int = 80
 
     @classmethod
     def cut(cls, histories: Histories, horizon: int, interval: int, skip: int = 1) -> TwoRegions:
-        """Contexts of two regions over every `skip`-th episode."""
+        """Returns two-region contexts over every `skip`-th episode."""
         plain = Windows.of(histories, horizon, interval, skip, setting="compress_interval")
         return cls(plain.cells, plain.actions, plain.rewards, horizon, 2 * interval + 2, interval)
 
@@ -124,7 +124,7 @@ class TwoRegions(Windows):
         slot = torch.arange(self.length, device=indices.device)[None]
         separators = torch.where(slot == 0, 1, torch.where(slot == num_previous + 1, 2, 0))
         is_current = slot > num_previous + 1
-        # Step of each slot, relative to the first step of the current region.
+        # The step in each slot, relative to the first step of the current region.
         relative = torch.where(is_current, slot - num_previous - 2, slot - 1 - num_previous)
         learned = is_current & (relative < self.interval)
         steps = (region[:, None] * self.interval + relative).clamp(0, self.cells.shape[1] - 1)

@@ -1,8 +1,8 @@
 """Rollouts: the transformer plays episode after episode with frozen weights and learns only from its context.
 
-All tasks of a batch are at the same step, so one cache of keys and values serves them all. When the context is full,
-the oldest episode is dropped and the rest is computed again from its first token. A context therefore always looks like
-the contexts in training.
+All tasks of a batch are at the same step, so they share one cache of keys and values. When the context is full, the
+oldest episode is dropped and the rest is computed again, starting with its first token. A context therefore always
+looks like the contexts in training.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Past:
         self.actions, self.rewards = self.cells.clone(), self.cells.clone()  # actions and rewards of the previous step
 
     def tokens(self, begin: int, end: int) -> Tokens:
-        """The steps from `begin` to before `end`, as a context whose first token is step `begin`."""
+        """Returns the steps from `begin` to before `end` as a context whose first token is step `begin`."""
         cells, actions, rewards = (values[:, begin:end].clone() for values in (self.cells, self.actions, self.rewards))
         actions[:, :1], rewards[:, :1] = NO_ACTION, 0
         return Tokens(cells, actions, rewards)
@@ -42,7 +42,7 @@ class SlidingContext:
         self._begin = 0
 
     def rebuilt(self, step: int, past: Past) -> Tokens | None:
-        """The tokens to refill the cache with before this step; None to continue with the current cache."""
+        """Returns the tokens with which to refill the cache before this step; None if the cache can be continued."""
         if step == 0 or step % self._horizon or step - self._begin + self._horizon <= self._context:
             return None
         self._begin += self._horizon
@@ -50,7 +50,7 @@ class SlidingContext:
 
 
 class RegionContext:
-    """A context of the previous region, between two separators, and the current region."""
+    """A context of the previous region, between two separators, and of the current region."""
 
     def __init__(self, interval: int) -> None:
         self._interval = interval
@@ -82,10 +82,10 @@ def play(
     greedy: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Plays `tasks` [batch]; the result is the return of each episode, [batch, episodes].
+    """Plays `tasks` [batch]; returns the return of each episode, [batch, episodes].
 
-    `uniform` [batch, steps] holds random numbers in [0, 1) to sample actions with. The number of steps is its second
-    dimension.
+    `uniform` [batch, steps] holds random numbers in [0, 1) to sample actions with; its second dimension is the number
+    of steps to play.
     """
     game = _Game(model, room, tasks, uniform, greedy, dtype)
     one_step = _as_cuda_graph(game.step) if tasks.is_cuda else game.step
@@ -114,7 +114,7 @@ class _Game:
         self._action, self._reward = torch.full_like(tasks, NO_ACTION), torch.zeros_like(tasks)
 
     def begin_episode(self) -> None:
-        """Puts all agents at the start."""
+        """Moves all agents to the start."""
         self._set_episode(self._room.begin(self._tasks))
 
     def read(self, tokens: Tokens) -> None:
@@ -152,7 +152,7 @@ def sample(logits: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _as_cuda_graph(step: Callable[[], None]) -> Callable[[], None]:
-    """Wraps a step so that it is recorded as a CUDA graph after a few calls: one launch instead of a hundred."""
+    """Wraps a step so that, after a few calls, it is recorded as a CUDA graph: one launch instead of a hundred."""
     graph = torch.cuda.CUDAGraph()
     calls = 0
 
@@ -164,7 +164,7 @@ def _as_cuda_graph(step: Callable[[], None]) -> Callable[[], None]:
             return
         if calls == _WARM_UP_CALLS:
             torch.cuda.synchronize()
-            with torch.cuda.graph(graph):  # records without running
+            with torch.cuda.graph(graph):  # records the step without running it
                 step()
         graph.replay()
 

@@ -1,8 +1,8 @@
 """A causal transformer that reads a learning history and predicts the next action.
 
-It gets one token per step: the cell of the agent, and the action and reward that led there. x and y have separate
-embeddings instead of one per cell, so what the model learns about a column also holds in cells that were never a goal.
-Attention is causal and needs no mask tensor; a rollout caches keys and values.
+It gets one token per step: the agent's cell, and the action and the reward that led there. x and y have separate
+embeddings instead of one embedding per cell, so what the model learns about a column also applies to cells that were
+never a goal. Attention is causal and needs no mask tensor; a rollout caches keys and values.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Shape:
     """The sizes of a model."""
 
     room_size: int
-    context: int  # tokens
+    context: int  # maximum number of tokens
     width: int = 64
     num_layers: int = 4
     num_heads: int = 4
@@ -49,8 +49,8 @@ class Shape:
 class Cache:
     """Attention keys and values of all layers for the tokens so far.
 
-    It is allocated at full size, and the position of the next token is a tensor, so that every step runs the same
-    kernels and can be recorded as a CUDA graph.
+    The cache is allocated at full size, and the position of the next token is a tensor, so that every step runs the
+    same kernels and can be recorded as a CUDA graph.
     """
 
     def __init__(self, shape: Shape, batch: int, device: torch.device, dtype: torch.dtype) -> None:
@@ -69,7 +69,7 @@ class Cache:
         self.keys[layer, :, :, :length], self.values[layer, :, :, :length] = keys, values
 
     def add(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Adds one token; returns all keys and values of the layer, and a mask of the valid ones."""
+        """Adds one token; returns all keys and values of the layer, and a mask that marks the valid ones."""
         self.keys[layer].index_copy_(2, self.next, key.to(self.keys.dtype))
         self.values[layer].index_copy_(2, self.next, value.to(self.values.dtype))
         return self.keys[layer], self.values[layer], (self._slots <= self.next).view(1, 1, 1, -1)
@@ -81,7 +81,7 @@ class Block(nn.Module):
     def __init__(self, shape: Shape, layer: int) -> None:
         super().__init__()
         self._layer, self._heads, self.attention_dropout = layer, shape.num_heads, shape.attention_dropout
-        # Linear layers have no biases, whose gradients would take a tenth of the step on a GPU.
+        # Linear layers have no biases, because computing the biases' gradients took a tenth of the step on a GPU.
         self.norm_attention = nn.LayerNorm(shape.width, bias=False)
         self.queries_keys_values = nn.Linear(shape.width, 3 * shape.width, bias=False)
         self.mix = nn.Linear(shape.width, shape.width, bias=False)
@@ -117,8 +117,8 @@ class HistoryTransformer(nn.Module):
         super().__init__()
         self.shape = shape
         features = 2 * shape.room_size + NUM_ACTIONS + 1 + 1
-        # Multiplies one-hot vectors by a matrix: the backward pass of a look-up would add 100,000 gradients to nine
-        # rows.
+        # Multiplies one-hot vectors by a matrix instead of looking up embeddings, whose backward pass would add
+        # 100,000 gradients to nine rows.
         self.embed = nn.Linear(features, shape.width, bias=False)
         self.embed_separator = nn.Embedding(SEPARATOR_KINDS, shape.width) if shape.separators else None
         self.positions = nn.Parameter(torch.empty(shape.context, shape.width))

@@ -1,4 +1,4 @@
-"""Source learners, whose histories are distilled; thousands of independent learners run as one batch."""
+"""The source learners whose histories are distilled; thousands of independent learners run as one batch."""
 
 from __future__ import annotations
 
@@ -16,4 +16,4 @@ SOURCES: dict[str, Callable[..., Source]] = {
     "noise": NoiseCurriculum,
     "ppo": PPO,
 }
-"""Source learners by name; called with (room, tasks, draws, num_steps) and the settings of the source."""
+"""Source learners by name; each is called with (room, tasks, draws, num_steps) and its own settings."""

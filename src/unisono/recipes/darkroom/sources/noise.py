@@ -1,4 +1,4 @@
-"""Histories without learning: an expert that acts at random less and less often.
+"""Histories without learning: an expert that takes random actions less and less often.
 
 This is the noise curriculum of AD-epsilon (Zisman et al. 2024). Returns improve from episode to episode, but the
 histories contain no exploration, so the transformer cannot learn to explore from them.

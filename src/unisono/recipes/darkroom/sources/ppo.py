@@ -1,12 +1,12 @@
 """Proximal policy optimisation (Schulman et al. 2017) for thousands of learners at once.
 
-Each learner has its own policy and value network; all learners are computed together by batched matrix products. The
+Each learner has its own policy and value network; batched matrix products compute all learners together. The
 environments have few cells, so after every update both networks are evaluated once for all cells, and acting is a
-look-up in that table. The gradients are written by hand: autograd takes a fifth longer.
+look-up in the resulting table. The gradients are written by hand, because autograd took a fifth longer.
 
-Learners are independent, or share a policy. An independent learner sees one episode per update and learns next to
+Learners are either independent or share a policy. An independent learner sees one episode per update and learns next to
 nothing in 50 episodes with the usual hyperparameters, so independent learners have their own hyperparameters. In other
-implementations, learners share a policy: the streams of a task are copies of one policy that learns from all of them.
+implementations, learners share a policy: the streams of a task are copies of one policy that learns from all streams.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class Settings:
     gamma: float = 0.99
     """Discount factor."""
     gae_lambda: float = 0.95
-    """Lambda of the generalised advantage estimates: 0 looks one step ahead, 1 to the end of the episode."""
+    """Lambda of the generalised advantage estimates: 0 looks one step ahead, 1 looks to the end of the episode."""
     clip: float = 0.2
     """Largest relative change of an action's probability per update."""
     entropy: float = 0.0
-    """Weight of the policy's entropy, which sustains exploration."""
+    """Weight of the policy's entropy; a larger weight sustains exploration."""
     value_coefficient: float = 0.5
     """Weight of the value loss."""
     max_grad_norm: float = 0.5
@@ -54,25 +54,26 @@ class Settings:
     inputs: Literal["coordinates", "cells"] = "coordinates"
     """Inputs of the networks: x and y as numbers, or a one-hot vector of the cell."""
     normalise_advantages: bool = True
-    """Normalise advantages in each minibatch. This amplifies the noise of rollouts without any reward."""
+    """Whether to normalise advantages in each minibatch, which amplifies the noise of rollouts without any reward."""
 
 
 SHARED = Settings()
-# The best hyperparameters of those tried on the 9 x 9 grid for 50 episodes. One-hot inputs matter most. Next come few
-# epochs (after 20 passes over one episode the policy no longer explores) and advantages that are not normalised.
+# The best hyperparameters among those that were tried on the 9 x 9 grid for 50 episodes. One-hot inputs matter most.
+# Next come few epochs (after 20 passes over one episode, the policy no longer explores) and advantages that are not
+# normalised.
 INDEPENDENT = Settings(lr=5e-3, n_epochs=4, gamma=0.9, entropy=0.02, inputs="cells", normalise_advantages=False)
 
-_GROUP_ON_CPU = 64  # number of learners updated together; more would need more memory without being faster
+_GROUP_ON_CPU = 64  # number of learners to update together; more would need more memory without being faster
 _GROUP_ON_GPU = 8192
 
 
 class PPO(Source):
     """PPO learners: one per row of the batch, or, with `shared`, one per task.
 
-    `settings` are fields of `Settings`; a field that is missing or None has its value in SHARED or INDEPENDENT. On a 9
-    x 9 grid an independent learner takes 0.25 MB, 7,300 of them 1.8 GB. A history does not depend on the other
-    histories that are collected with it, except that another batch size may change rounding, and thereby an action.
-    This was not observed on the CPU. Histories from CPU and GPU diverge sooner or later.
+    `settings` are fields of `Settings`; a field that is missing or None has its value in SHARED or INDEPENDENT. On a
+    9 x 9 grid, an independent learner takes 0.25 MB, and 7,300 learners take 1.8 GB. A history does not depend on the
+    other histories that are collected with it, except that another batch size may change the rounding and thereby an
+    action, which was not observed on the CPU. Histories from CPU and GPU diverge sooner or later.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class PPO(Source):
         self.settings = replace(SHARED if shared else INDEPENDENT, **overrides)
         self._streams = _streams_of(tasks) if shared else 1  # streams per learner
         self._learner = torch.arange(len(tasks), device=tasks.device) // self._streams  # index of each row's learner
-        # A shared policy uses the random numbers of its first stream.
+        # The weights of a shared policy depend on the random numbers of its first stream.
         halves = (draws.uniform(2)[:: self._streams] * 2**24).long()
         keys = keys_for(0, (halves[:, 0] << 24) + halves[:, 1])
         inputs = _inputs_of(room, self.settings.inputs).to(tasks.device)
@@ -109,7 +110,7 @@ class PPO(Source):
         values = self._values[self._learner[:, None], cells]
         last = self._values[self._learner, next_cells]
         advantages = _advantages(rewards, values, last, self._ends, self.settings.gamma, self.settings.gae_lambda)
-        # Each tensor is [rows, n_steps]; a learner gets the rows of all its streams.
+        # Each tensor is [rows, n_steps]; a learner learns from the rows of all its streams.
         columns = (cells, actions, advantages, advantages + values)
         rollout = [column.reshape(-1, self._streams * self.settings.n_steps) for column in columns]
         for group, *part in zip(
@@ -163,7 +164,7 @@ class _Learners:
     def _descend(
         self, cells: Tensor, actions: Tensor, advantages: Tensor, returns: Tensor, old_log_probs: Tensor
     ) -> None:
-        """One step of Adam on one minibatch."""
+        """Takes one step of Adam on one minibatch."""
         if self._settings.normalise_advantages and cells.shape[1] > 1:
             spread = advantages.std(dim=1, keepdim=True) + 1e-8
             advantages = (advantages - advantages.mean(dim=1, keepdim=True)) / spread
@@ -174,19 +175,19 @@ class _Learners:
             gradient.view(self.num, -1).mul_(scale[:, None])
             weight.grad = gradient
         self._adam.step()
-        self._adam.zero_grad()  # the gradients of all groups together would need as much memory as the weights
+        self._adam.zero_grad()  # frees memory: the gradients of all groups would need as much as the weights
 
     def gradients(
         self, cells: Tensor, actions: Tensor, advantages: Tensor, returns: Tensor, old_log_probs: Tensor
     ) -> list[Tensor]:
-        """Gradients of each learner's loss; `old_log_probs` are those of its actions when they were taken."""
+        """Computes the gradients of each learner's loss; `old_log_probs` belong to the time when actions were taken."""
         settings, count = self._settings, cells.shape[1]
         inputs = self._inputs[cells].repeat_interleave(2, dim=0)
         first, second, logits, values = self._forward(inputs)
         log_probs = logits.log_softmax(dim=-1)
         probs, taken = log_probs.exp(), actions[..., None]
         ratio = (log_probs.gather(2, taken)[..., 0] - old_log_probs).exp()
-        # Where the clipped term is the smaller one, the loss does not depend on the policy.
+        # Where the clipped term is smaller, the loss does not depend on the policy.
         clipped = torch.where(advantages > 0, ratio > 1 + settings.clip, ratio < 1 - settings.clip)
         push = (ratio * advantages / count).masked_fill(clipped, 0.0)[..., None]
         by_logits = (probs * push).scatter_add(2, taken, -push)
@@ -214,7 +215,7 @@ class _Learners:
         return first, second, logits, torch.baddbmm(b_value, second[1::2], w_value)
 
     def _layer(self, networks: int, num_in: int, num_out: int, gain: float) -> tuple[Tensor, Tensor]:
-        """Orthogonal weights and zero biases."""
+        """Returns orthogonal weights and zero biases."""
         tall = (networks, max(num_in, num_out), min(num_in, num_out))
         radius = (-2 * (1 - self._uniform(*tall)).log()).sqrt()
         normal = radius * (2 * math.pi * self._uniform(*tall)).cos()
@@ -224,7 +225,7 @@ class _Learners:
         return weight.contiguous(), weight.new_zeros(len(weight), 1, num_out)
 
     def _uniform(self, *shape: int) -> Tensor:
-        """Returns [learners, *shape] random numbers in [0, 1), different ones at every call."""
+        """Returns [learners, *shape] random numbers in [0, 1); every call returns new numbers."""
         size = int(torch.Size(shape).numel())
         counter = torch.arange(size, device=self._keys.device) + (self._num_random << 32)
         self._num_random += 1
@@ -234,7 +235,7 @@ class _Learners:
 def _advantages(
     rewards: Tensor, values: Tensor, last: Tensor, ends: list[bool], gamma: float, gae_lambda: float
 ) -> Tensor:
-    """Generalised advantage estimates of a rollout, [rows, steps]; `last` [rows] is the value of the next state.
+    """Returns a rollout's generalised advantage estimates [rows, steps]; `last` [rows] is the value of the next state.
 
     The end of an episode counts as terminal, as in other implementations.
     """
@@ -257,7 +258,7 @@ def _inputs_of(room: Room, inputs: str) -> Tensor:
 
 
 def _streams_of(tasks: Tensor) -> int:
-    """Number of consecutive rows of each task."""
+    """Returns the number of consecutive rows of each task."""
     _, counts = torch.unique_consecutive(tasks, return_counts=True)
     if bool((counts != counts[0]).any()):
         raise ValueError("with a shared policy, every task must occur once and have the same number of streams")

@@ -1,11 +1,11 @@
 """Tabular Q-learning (Watkins 1989), tuned to learn within fifty episodes.
 
-A thousand steps are few for a table of four hundred values. Three things make them sufficient. The initial values are
+A thousand steps are few for a table of four hundred values. Three measures make them sufficient. The initial values are
 optimistic, so untried actions look better than actions that led nowhere. The environments are deterministic, so a value
-may be replaced at once (learning rate 1). And each finished episode is replayed once in reverse (Lin 1992), which
-carries a reward to the start of the episode instead of one step. Without the last two, learners return to fewer goals
-within their history. In the permuted environment, whose goal is 16 steps away from the start, a thousand steps are too
-few.
+can be replaced at once (learning rate 1). Each finished episode is replayed once in reverse (Lin 1992), which
+propagates a reward to the start of the episode instead of by one step. Without the last two measures, learners find
+their way back to fewer goals within their history. In the permuted environment, whose goal is 16 steps away from the
+start, a thousand steps are too few.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class QLearning(Source):
         return self._first_state + stage * self.room.num_cells + cells
 
     def _update(self, entry: Tensor, rewards: Tensor, next_state: Tensor) -> None:
-        # Episodes are truncated, not terminated, so the value of the next state counts at the last step too.
+        # Episodes are truncated, not terminated, so the value of the next state counts even at the last step.
         target = rewards + self._discount * self._values[next_state].amax(dim=1)
         values = self._values.view(-1)
         values[entry] = torch.lerp(values[entry], target, self._lr)

@@ -1,8 +1,8 @@
 """The interface of a source learner, and the loop that runs thousands of them.
 
 A learner acts, observes the outcome and improves from episode to episode. The transformer is trained on its history.
-Every random number of a history is a function of (seed, task, stream, step), where the stream is the number of the
-learner within its task. So a history does not depend on which other histories are collected with it, or on which rank.
+All random numbers of a history depend only on (seed, task, stream, step), where the stream is the number of the learner
+within its task. A history therefore does not depend on the rank or on other histories that are collected with it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from unisono.data.bits import key_of, keys_for, random_bits, to_unit
 from unisono.recipes.darkroom.rooms import Room
 
-_MAX_DRAWS = 16  # largest number of calls of Draws.uniform per step
+_MAX_DRAWS = 16  # maximum number of calls of Draws.uniform per step
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,14 @@ class Histories:
 
 
 class Draws:
-    """Random numbers for a batch of histories, different ones at every step."""
+    """Random numbers for a batch of histories; every step has new numbers."""
 
     def __init__(self, seed: int, tasks: Tensor, streams: Tensor) -> None:
         self._keys = keys_for(key_of(seed), keys_for(0, tasks) + streams)  # [batch]
         self._step, self._draw = -1, 0
 
     def next_step(self) -> None:
-        """Moves on to the random numbers of the next step."""
+        """Switches to the random numbers of the next step."""
         self._step, self._draw = self._step + 1, 0
 
     def uniform(self, *shape: int) -> Tensor:
@@ -53,10 +53,10 @@ class Source(ABC):
     """A batch of learners, one per row."""
 
     def __init__(self, room: Room, tasks: Tensor, draws: Draws, num_steps: int) -> None:
-        """`num_steps` is the length of the histories; only sources that are experts may use `tasks`."""
+        """`num_steps` is the length of the histories. Only experts may use `tasks` to choose actions."""
         self.room, self.tasks, self.draws, self.num_steps = room, tasks, draws, num_steps
-        # `Episode.stage` of each learner before and after the action. Learners may read it: it is the number of
-        # one-time rewards that they have received in this episode.
+        # `Episode.stage` of each learner before and after the action. Learners may read it, because it is only the
+        # number of one-time rewards that they have received in this episode.
         self.stage = self.next_stage = torch.zeros_like(tasks)
 
     @abstractmethod
