@@ -62,7 +62,7 @@ def of_module(module: nn.Module) -> str:
 def of_tokenizer(tokenizer: Any) -> str:
     """Returns the fingerprint of a tokenizer in memory."""
     description = json.loads(tokenizer.backend_tokenizer.to_str())
-    # Truncation and padding only reflect the tokenizer's last call.
+    # Excludes truncation and padding, which only reflect the tokenizer's last call.
     return combined({name: value for name, value in description.items() if name not in ("truncation", "padding")})
 
 
@@ -78,7 +78,7 @@ class Keys:
         try:
             status = path.stat()
         except OSError:
-            return self.of_text(f"{name}\0{path.name}")  # the error is raised later, when the file is read
+            return self.of_text(f"{name}\0{path.name}")  # reading the file will raise the error later
         return self.of_text(f"{name}\0{path.name}\0{status.st_size}\0{status.st_mtime_ns}")
 
     def of_text(self, text: str) -> str:

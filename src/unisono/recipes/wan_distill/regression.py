@@ -105,7 +105,7 @@ class Regression:
     # Training and evaluation ---------------------------------------------------------------------------------------
 
     def dataset(self) -> Any:
-        """The teacher's samples."""
+        """Returns the teacher's samples."""
         self._samples = self.setup.rollouts("train").open()
         kind = OnlineDataset if self._recipe.refresh_every else RolloutDataset
         return kind(self._samples, self.setup.text)

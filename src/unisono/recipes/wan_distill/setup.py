@@ -157,7 +157,7 @@ class Setup(ModelPair):
         return self.folder / f"seconds_{key[:16]}.json"
 
     def teacher_time(self) -> SampleTime | None:
-        """The teacher's time per sample; None if it was not measured."""
+        """Returns the teacher's time per sample; None if it was not measured."""
         try:
             measured = json.loads(self.times_file.read_text())
             seconds, blocks = measured["seconds_per_sample"], measured["blocks"]

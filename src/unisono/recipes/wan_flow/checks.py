@@ -15,7 +15,7 @@ _AT_LEAST |= {"eval_levels": 1, "preview_steps": 1, "caption_dropout": 0, "first
 _AT_MOST = {"num_frames": 100_001, "eval_levels": 1000, "preview_steps": 1000, "num_previews": 10_000}
 _AT_MOST |= {"height": 16_384, "width": 16_384, "fps": 1000, "lora_rank": 16_384, "num_shapes": 1_000_000}
 _AT_MOST |= {"caption_dropout": 1, "first_frame": 1, "unmasked_weight": 1}
-_MOST_PIXELS = 2**30  # limit per sample, because all its frames are in memory at once
+_MOST_PIXELS = 2**30  # maximum per sample, because all frames of a sample are in memory at once
 _PATHS = ("model_path", "model_config", "parts_path", "dataset_path", "eval_dataset_path", "cache_dir", "lora_path")
 _FINITE = ("logit_mean", "logit_std", "mode_scale", "guidance")
 

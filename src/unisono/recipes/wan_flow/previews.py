@@ -84,7 +84,7 @@ def given_frames(recipe: WanFlow, vae: WanVae, condition: Condition) -> list[Ten
 
 
 def with_given(sample: list[Tensor]) -> list[Tensor]:
-    """The given frames and the generated frames of a sample, with a label above each; unchanged if none are given."""
+    """Labels a sample's given frames, and adds equal space above the other frames; no effect without given frames."""
     *given, frames = sample
     if not given:
         return sample
@@ -93,12 +93,12 @@ def with_given(sample: list[Tensor]) -> list[Tensor]:
 
 
 def most_columns(rows: list[list[Tensor]]) -> int:
-    """The number of columns of the grid: as for other videos, and one per given frame; 0 for the usual number."""
+    """Returns the grid's number of columns, with one more per given frame; 0 for the usual number."""
     return 0 if len(rows[0]) == 1 else _ACROSS + len(rows[0]) - 1
 
 
 def _requests(recipe: WanFlow) -> list[_Request]:
-    """The user's captions, or captions of the data, held-out samples first."""
+    """Returns the previews to generate: of the user's captions, or of held-out (else training) samples' captions."""
     data = recipe.data.dataset("eval") or recipe.data.dataset("train")
     assert data is not None
     if recipe.preview_prompts:
@@ -114,14 +114,14 @@ def _requests(recipe: WanFlow) -> list[_Request]:
 
 
 def caption_of(data: Any, index: int) -> str:
-    """The caption of a sample."""
+    """Returns the caption of a sample."""
     if hasattr(data, "sources"):
         return data.sources[index].caption or ""
     return str(data.shapes.plan(index).caption)
 
 
 def fixed_noise(number: int, shape: torch.Size) -> Tensor:
-    """The noise that preview `number` starts from, the same on every machine."""
+    """Draws the noise that preview `number` starts from, the same on every machine."""
     bits = random_bits(key_of(_NOISE, number), torch.arange(2 * shape.numel()))
     uniform = to_unit(bits, torch.float64).clamp(1e-12).view(2, *shape)
     return (torch.sqrt(-2 * torch.log(uniform[0])) * torch.cos(2 * torch.pi * uniform[1])).float()  # Box-Muller

@@ -123,7 +123,7 @@ def _mel_filters(sample_rate: int, bands: int) -> Floats:
     rising = (frequencies[:, None] - edges[:-2]) / (edges[1:-1] - edges[:-2])
     falling = (edges[2:] - frequencies[:, None]) / (edges[2:] - edges[1:-1])
     filters = np.minimum(rising, falling).clip(0)
-    for band in np.flatnonzero(filters.sum(0) == 0):  # a filter narrower than the distance between two frequencies
+    for band in np.flatnonzero(filters.sum(0) == 0):  # filters that are narrower than the frequency spacing
         filters[np.abs(frequencies - edges[band + 1]).argmin(), band] = 1
     return np.asarray(filters, np.float64)
 

@@ -144,7 +144,7 @@ def of_video(
 
 
 def _curve(positive: NDArray[np.bool_], scores: Scores) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Returns, for each distinct score (highest first), the number of positives with at least it, and the precision."""
+    """Returns the number of positives and the precision with each distinct score as the threshold, highest first."""
     order = np.argsort(-scores, kind="stable")
     ends = np.flatnonzero(np.diff(scores[order], append=-np.inf))  # the last clip of each group of equal scores
     num_positives = np.cumsum(positive[order].astype(np.int64))[ends]

@@ -171,7 +171,7 @@ class Reading(Iterator[Clip]):
         last: tuple[VideoFrame, float] | None = None
         for frame, time in self._timed_frames():
             if last is not None:
-                if time <= last[1]:  # a late frame, which a player would skip
+                if time <= last[1]:  # skips a late frame, as a player would
                     continue
                 if time - last[1] > _LONGEST_FRAME:
                     self._broken = f"its timestamps jump from {last[1]:.0f} s to {time:.0f} s"

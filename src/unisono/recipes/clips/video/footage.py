@@ -65,7 +65,7 @@ class Footage:
                             shown = (time, frame)
                             continue
                         if time <= shown[0]:
-                            continue  # a late frame, which a player would skip
+                            continue  # skips a late frame, as a player would
                         yield shown
                         if time >= end - _TINY:
                             return

@@ -86,7 +86,7 @@ class Windows:
         return self._at(history, steps, first=torch.zeros_like(number))
 
     def _at(self, history: Tensor, steps: Tensor, first: Tensor) -> Contexts:
-        """The tokens of these steps, [batch, length]; slot `first` of each row has no previous action and reward."""
+        """Returns the contexts of these steps, [batch, length]; slot `first` of each row has no previous step."""
         flat = history[:, None] * self.cells.shape[1] + steps
         cells, actions = self.cells.view(-1)[flat].long(), self.actions.view(-1)[flat].long()
         before = (flat - 1).clamp(min=0)

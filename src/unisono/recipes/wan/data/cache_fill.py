@@ -51,7 +51,7 @@ def fill(
             except BadMedia as error:
                 bad.record(key, str(error))
                 num_bad += 1
-                if num_bad <= _NAMED:  # a summary of all of them follows at the end
+                if num_bad <= _NAMED:  # a summary of all bad files follows at the end
                     work.message(f"bad file: {error}")
             advance()
 

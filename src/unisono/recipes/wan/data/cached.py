@@ -52,7 +52,7 @@ class ShapedSamples(Dataset[dict[str, Any]]):
         return float(self._geometry.tokens(self.shape(index)))
 
     def subset(self, indices: Sequence[int]) -> Self:
-        """The samples of these indices, in this order."""
+        """Returns the samples with these indices, in this order."""
         some = copy.copy(self)
         some.sources = [self.sources[index] for index in indices]
         some._shape = self._shape[list(indices)]
@@ -92,7 +92,7 @@ class CachedSamples(ShapedSamples):
         return item
 
     def subset(self, indices: Sequence[int]) -> Self:
-        """The samples of these indices, in this order."""
+        """Returns the samples with these indices, in this order."""
         some = super().subset(indices)
         some._latent_of, some._text_of = self._latent_of[list(indices)], self._text_of[list(indices)]
         return some

@@ -101,7 +101,7 @@ class ImageOrAnimation:
     @staticmethod
     def _delay(image: Image, number: int) -> float:
         image.seek(number)
-        image.load()  # for WebP, the delay of a frame is available only after decoding the frame
+        image.load()  # for WebP, a frame's delay is known only after the frame has been decoded
         milliseconds = float(image.info.get("duration") or 0)
         return milliseconds / 1000 if milliseconds > 10 else 0.1  # browsers show shorter delays as 100 ms too
 

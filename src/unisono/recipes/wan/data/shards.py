@@ -160,7 +160,7 @@ def _captions(
     with ThreadPoolExecutor(_THREADS) as pool:
         try:
             mine: Any = list(pool.map(read, work.share(range(len(index)))))
-        except UserError as error:  # recorded instead of raised, because the other ranks wait for this rank
+        except UserError as error:  # not raised yet, because the other ranks wait for this rank
             mine = str(error)
     parts = work.gather(mine)
     for part in parts:

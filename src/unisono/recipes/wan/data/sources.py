@@ -124,7 +124,7 @@ def _lists_of(tree: Tree, name: str) -> tuple[str, ...]:
 def _lists_in(tree: Tree) -> tuple[str, ...]:
     """Returns the names of the file, or the two files, that list a folder's samples; empty if there are none."""
 
-    def is_list(name: str) -> bool:  # prompt.txt is a caption if prompt.mp4 exists
+    def is_list(name: str) -> bool:  # False for a caption: prompt.txt is one if prompt.mp4 exists
         return name in tree and not any(name.removesuffix(".txt") + suffix in tree for suffix in _MEDIA)
 
     media, captions = ([name for name in names if is_list(name)] for names in (MEDIA_LISTS, CAPTION_LISTS))

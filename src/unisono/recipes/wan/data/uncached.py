@@ -67,7 +67,7 @@ class UncachedSamples(ShapedSamples):
         return torch.ones(1, *shape[1:]) if source.mask is None else read_mask(source, self._crop, self._geometry)
 
     def subset(self, indices: Sequence[int]) -> Self:
-        """The samples of these indices, in this order."""
+        """Returns the samples with these indices, in this order."""
         some = super().subset(indices)
         some._fits = [self._fits[index] for index in indices]
         return some

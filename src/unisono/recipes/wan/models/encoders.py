@@ -184,13 +184,13 @@ class TinyEncoders(Encoders):
         self.text_width, self.text_length = int(transformer["text_dim"]), TEXT_LENGTH
 
     def parts(self) -> PipelineParts:
-        """All parts of a pipeline except the transformer."""
+        """Creates all parts of the tiny pipeline except the transformer."""
         from unisono.recipes.wan.tiny.models import tiny_pipeline_parts
 
         return tiny_pipeline_parts()
 
     def vae(self) -> WanVae:
-        """The tiny VAE."""
+        """Returns the tiny VAE."""
         return WanVae(self.parts().vae)
 
     def text_encoder(self) -> TextEncoder:

@@ -45,7 +45,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "1.3b": _size(12, 30, 8960, 16),
     "14b": _size(40, 40, 13824, 16),
     "ti2v-5b": _size(24, 30, 14336, 48),
-    "a14b": _size(40, 40, 13824, 16),  # the size of one of its two experts
+    "a14b": _size(40, 40, 13824, 16),  # the size of each of its two experts
     "i2v-14b": _with_given_frames(_size(40, 40, 13824, 16)),
     "flf2v-14b": _with_given_frames(_size(40, 40, 13824, 16), image_positions=2 * 257),
     "i2v-a14b": _with_given_frames(_size(40, 40, 13824, 16), embedding=False),

@@ -48,7 +48,7 @@ class TextEncoder:
 
     @classmethod
     def load(cls, tokenizer: Path, text_encoder: Path, dtype: torch.dtype) -> TextEncoder:
-        """The tokenizer and the text encoder in these folders of a Wan model, on the CPU."""
+        """Loads the tokenizer and the text encoder from these folders, on the CPU."""
         from transformers import AutoTokenizer, UMT5EncoderModel
 
         with loading(tokenizer):
@@ -62,11 +62,11 @@ class TextEncoder:
 
     @property
     def width(self) -> int:
-        """The width of an embedding."""
+        """Width of an embedding."""
         return int(self.model.config.d_model)
 
     def fingerprint(self) -> str:
-        """A hash of the tokenizer and the weights."""
+        """Hashes the tokenizer and the text encoder's weights."""
         return combined(of_tokenizer(self.tokenizer), of_module(self.model))
 
     @torch.no_grad()

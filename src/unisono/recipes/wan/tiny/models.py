@@ -27,7 +27,7 @@ T5TokenizerFast: TypeAlias = Any
 UMT5EncoderModel: TypeAlias = Any
 
 TEXT_LENGTH = 16
-"""Tokens of text that the tiny transformer attends to; the published models have 512."""
+"""Number of text tokens that the tiny transformer attends to; the published models have 512."""
 
 VAE_WEIGHTS = Path(__file__).with_name("vae.safetensors")
 

@@ -48,7 +48,7 @@ class RolloutSpec:
     """Sampler steps whose points and velocities are stored."""
 
     def scheduler(self) -> Any:
-        """The sampler's scheduler."""
+        """Creates the sampler's scheduler, with its noise levels set."""
         return scheduler_of(self.sampler, self.shift, self.steps)
 
     @cached_property

@@ -62,7 +62,7 @@ class Dmd2:
         ]
 
     def refresh(self, step: int, work: Work) -> None:
-        """Never called: the student generates its own samples."""
+        """Never called, because the student generates its own samples."""
 
     # The models ----------------------------------------------------------------------------------------------------
 
@@ -192,7 +192,7 @@ class Dmd2:
         return {}
 
     def metric_names(self) -> list[str]:
-        """None."""
+        """Returns no names, because this objective has no metrics of its own."""
         return []
 
     def export(self, model: Any, folder: Path, file_format: str | None) -> str:

@@ -34,7 +34,7 @@ class Roles(Protocol):
         """Returns the score of the student's distribution; valid until another role is selected."""
 
     def teacher(self, model: Any, noisy: Tensor, sigma: Tensor, text: Tensor, empty: Tensor) -> Tensor:
-        """The teacher's guided velocity."""
+        """Returns the teacher's guided velocity."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class WholeRoles:
         return model.score
 
     def teacher(self, model: Any, noisy: Tensor, sigma: Tensor, text: Tensor, empty: Tensor) -> Tensor:
-        """The teacher's guided velocity."""
+        """Returns the teacher's guided velocity."""
         return self.frozen.velocity(noisy, sigma, text, empty)
 
 

@@ -83,7 +83,7 @@ def _(
 
 @_operation(_ROTATE, "(Tensor, Tensor)", by_kernel=False)
 def rotate_again(x: Tensor, weight: Tensor, cosine: Any, sine: Any, head: int, eps: float) -> Any:
-    """What `rotate` computes."""
+    """Computes the same as `rotate`."""
     return operations.rotate(x, weight, cosine, sine, head, eps)
 
 
