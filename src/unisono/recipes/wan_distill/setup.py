@@ -170,7 +170,7 @@ class Setup(ModelPair):
 
     @property
     def pruning_plan_file(self) -> Path:
-        """The file that contains `pruning_plan`."""
+        """The file that stores the pruning plan."""
         parts: list[Any] = [self.fingerprint, self.student.config, self.config.layers, self.student.factor, self.seed]
         if self.config.layers == "importance":  # the plan depends on the preview samples, on which it is measured
             parts.append(self.rollouts("preview").key)

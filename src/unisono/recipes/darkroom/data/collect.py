@@ -25,7 +25,7 @@ Block = tuple[int, ...]
 
 
 def blocks_of(tasks: Sequence[int]) -> list[Block]:
-    """Divides tasks into blocks. The blocks depend only on the tasks: they are the same on all ranks and restarts."""
+    """Divides tasks into blocks, which depend only on the tasks: every rank and every restart gets the same blocks."""
     ordered = sorted(set(tasks))
     size = max(1, min(_MAX_BLOCK, len(ordered) // _MIN_BLOCKS))
     return [tuple(ordered[start : start + size]) for start in range(0, len(ordered), size)]

@@ -143,7 +143,7 @@ def check_plan(teacher: Mapping[str, Any], student: Mapping[str, Any], layers: s
 def _energies(
     weights: Weights, layers: Sequence[int], narrower: set[str]
 ) -> tuple[_Energy, _Energy, dict[str, tuple[str, Tensor]]]:
-    """Returns the sums of squared weights per unit: of the weights that write into it, and of those that read from it.
+    """Returns two sums of squared weights per unit: of the weights that write into it, and of those that read from it.
 
     Also returns, for each norm of queries or keys, the first of these sums and its key.
     """

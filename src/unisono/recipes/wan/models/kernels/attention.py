@@ -69,8 +69,8 @@ class Kernel:
     def name_for(self, context: int) -> str:
         """Returns the name of the kernel for a run in which `context` ranks share a sample.
 
-        The measurement used whole samples. If ranks share a sample, each has fewer heads, and not every kernel accepts
-        their number. PyTorch then chooses the kernel, unless the settings name one.
+        The measurement used whole samples. If ranks share a sample, each rank computes fewer heads, and not every
+        kernel accepts their number. PyTorch then chooses the kernel, unless the settings name one.
         """
         return self.name if context == 1 else self._setting
 
