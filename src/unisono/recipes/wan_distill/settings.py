@@ -159,7 +159,7 @@ TINY_DMD2 = {
 """Defaults of the objective dmd2 for the tiny teacher."""
 
 TINY_STUDENT = {"num_attention_heads": 2, "attention_head_dim": 24, "ffn_dim": 192, "num_layers": 3}
-"""The student of the tiny teacher: half its width, 0.21 of its weights."""
+"""The student of the tiny teacher: half the width, 21 % of the weights."""
 
 HOW_TO_DRAW = "how_to_draw.json"
 """File in an exported student's folder: the arguments to call its pipeline with."""
