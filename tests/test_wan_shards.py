@@ -128,7 +128,7 @@ def test_bad_samples_are_one_line_and_can_be_left_out(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="'a' has mp4 and jpg; expected one image or video"):
         read(str(tmp_path / "b.tar"), tmp_path)
     write_tar(tmp_path / "c.tar", [("a.txt", b"text only")])
-    with pytest.raises(UserError, match="there are no images or videos in 1 file"):
+    with pytest.raises(UserError, match="no images or videos found in 1 file"):
         read(str(tmp_path / "c.tar"), tmp_path)
 
 
