@@ -2,8 +2,8 @@
 
     PYTHONPATH=src python benchmarks/datasets_at_scale.py [--samples 100000000] [--gigabytes 0.5] [--rounds 5]
 
-Index: 10⁸ real samples do not fit on most disks. So the shards are files without content that have a size only, and
-the builder of the index gets their rows from a generator instead of from their headers. Everything else is real: the
+Index: 10⁸ real samples do not fit on most disks. The shards are therefore sparse files
+without data, and the benchmark generates their index rows instead of reading tar headers. Everything else is real: the
 builder joins and stores the rows, and a fresh process opens the dataset by its shards, checks all of them, and looks up
 a million samples at random. How fast headers are read is measured on real shards of small samples.
 
@@ -246,8 +246,9 @@ def as_page(result: dict[str, Any]) -> str:
         f"| … after looking up {LOOKUPS:,} random samples | {look['after']['VmRSS']:.0f} MiB (+{grown:.0f}) |",
         f"| looking up a sample | {look['lookup_us']:.1f} µs |",
         "",
-        f"The {index['shards']:,} shards of this index are files without content, and their rows are generated; "
-        "building, opening and looking up are real. Its pages in the page cache are shared by all processes.",
+        f"The {index['shards']:,} shards of this index are sparse files without data, and the benchmark generates their "
+        "index rows instead of reading tar headers. Storing, opening and querying the index use the normal code. All "
+        "processes share the index's pages in the page cache.",
         "",
         "| reading, MB/s | cold | warm |",
         "|---|---|---|",

@@ -166,7 +166,7 @@ def _check(options: argparse.Namespace) -> None:
             f"--shortest {options.shortest:g} --longest {options.longest:g}: expected 0 < shortest ≤ longest (seconds)"
         )
     if options.lowest_score is not None and not 0 <= options.lowest_score <= 1:
-        raise ConfigError(f"--lowest_score {options.lowest_score:g}: expected a score, from 0 to 1")
+        raise ConfigError(f"--lowest_score {options.lowest_score:g}: expected a score from 0 to 1")
     if options.height is not None and options.height != 0 and not 16 <= options.height <= 8640:
         raise ConfigError(f"--height {options.height}: expected 16 to 8640 pixels, or 0 for the video's own")
     for name in ("gap", "snap"):

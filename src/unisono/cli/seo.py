@@ -100,20 +100,20 @@ def _options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--encoder",
         metavar="MODEL",
-        help="encoder for --semantic, which it includes: minilm, a model's folder, or a run of the task rank; nothing "
-        "is downloaded (default: --run if it embeds pages, otherwise BM25)",
+        help="encoder that compares the pages: minilm, a model's folder, or a run trained with task=rank; implies "
+        "--semantic, and downloads nothing (default: --run if it embeds pages, otherwise BM25)",
     )
     parser.add_argument(
         "--old",
         metavar="SITE",
-        help="folder of an earlier version of the site; suggests redirects for its pages (includes --semantic)",
+        help="folder of an earlier version of the site; suggests redirects for its pages (implies --semantic)",
     )
     parser.add_argument(
         "--search_console",
         type=Path,
         metavar="EXPORT",
         help="export of Google Search Console, .csv or .zip: shows clicks and positions beside the scores, and several "
-        "pages that Google showed for one query (includes --semantic; without --queries, its queries are used)",
+        "pages that Google showed for one query (implies --semantic; without --queries, its queries are used)",
     )
     parser.add_argument(
         "--labels",

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from unisono.cluster.awake_clock import AwakeClock
 from unisono.cluster.hangs.heartbeat import STEP_PHASES, Beat
 
-# Phases with the same number do not show which rank is ahead, because a rank returns from prepare to start and the
-# phases of a step repeat. In that case, `index_in_step` decides.
+# Phases with equal values are not ordered, because a rank returns from `prepare` to `start`, and the phases of a step
+# repeat for each micro-batch. `index_in_step` then shows which rank is ahead.
 _ORDER = {"start": 0, "prepare": 0, **dict.fromkeys(STEP_PHASES, 1), "evaluate": 2, "preview": 3, "save": 4, "end": 5}
 
 

@@ -368,7 +368,8 @@ class Agent(LocalElasticAgent):
 @contextlib.contextmanager
 def _own_handlers_restored() -> Iterator[None]:
     """Restores the launcher's signal handlers at the end, because torch 2.9 replaces them whenever it starts ranks."""
-    # stop_signals() omits SIGHUP if it is ignored, as under nohup. Restore that too: a hangup must not end the run.
+    # stop_signals() omits SIGHUP if it is ignored, as under nohup. Save SIGHUP anyway: if torch's handler stayed
+    # installed, a hangup would end the run.
     handlers = {signum: signal.getsignal(signum) for signum in {*stop_signals(), signal.SIGHUP, signal.SIGQUIT}}
     try:
         yield

@@ -134,7 +134,7 @@ class GradientAccumulator:
         self._guard.buffers.save()
         try:
             with self._strategy.trying_out():
-                # Run two micro-batches: the second needs more memory, because the gradients of the first exist.
+                # Run two micro-batches: the second needs more memory, because gradients already exist.
                 for number, micro in enumerate(itertools.islice(micro_batches, 2)):
                     total = self._forward(micro, number, attempt, inject_nan=False)
                     if total is not None:
