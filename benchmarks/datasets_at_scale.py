@@ -246,9 +246,9 @@ def as_page(result: dict[str, Any]) -> str:
         f"| … after looking up {LOOKUPS:,} random samples | {look['after']['VmRSS']:.0f} MiB (+{grown:.0f}) |",
         f"| looking up a sample | {look['lookup_us']:.1f} µs |",
         "",
-        f"The {index['shards']:,} shards of this index are sparse files without data, and the benchmark generates their "
-        "index rows instead of reading tar headers. Storing, opening and querying the index use the normal code. All "
-        "processes share the index's pages in the page cache.",
+        f"The {index['shards']:,} shards of this index are sparse files without data, and the benchmark generates "
+        "their index rows instead of reading tar headers. Storing, opening and querying the index use the normal code. "
+        "All processes share the index's pages in the page cache.",
         "",
         "| reading, MB/s | cold | warm |",
         "|---|---|---|",

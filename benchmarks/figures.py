@@ -297,14 +297,13 @@ def watch() -> str:
     low, high = row["cpu_quartiles"]
     met = "met" if result["met"] else "missed"
     sentences = [
-        f"Writing the status takes {result['write_cpu_ms']:.2f} ms of CPU time once per second, "
-        f"{result['cpu_fraction']:.2%} of the time of a rank (target {result['target']:.1%}: {met}).",
-        f"With steps of {row['cpu_ms']:.0f} ms CPU time on a machine with a load of "
-        f"{result['machine']['load_average']:.0f} on {result['machine']['cores']} cores, where a step takes "
-        f"{row['step_ms']:.0f} ms and so one write falls on {1e3 / row['step_ms']:.1f} steps, a step takes "
-        f"{row['cpu_ratio']:.4f} times as "
-        f"much CPU time as without it (quartiles {low:.4f} to {high:.4f}), and {watched['cpu_ratio']:.4f} times while "
-        "`watch` reads it ([watch.md](../benchmarks/results/watch.md)).",
+        f"Each write of the status takes {result['write_cpu_ms']:.2f} ms of CPU time. With one write per second, this "
+        f"is {result['cpu_fraction']:.2%} of a rank's time (target {result['target']:.1%}: {met}).",
+        f"On {result['machine']['cores']} cores with a load of {result['machine']['load_average']:.0f}, a step used "
+        f"{row['cpu_ms']:.0f} ms of CPU time and took {row['step_ms']:.0f} ms, so there was one write every "
+        f"{1e3 / row['step_ms']:.1f} steps. Writing the status changed the CPU time per step by "
+        f"{row['cpu_ratio'] - 1:+.1%} (quartiles {low - 1:+.1%} to {high - 1:+.1%}), and by "
+        f"{watched['cpu_ratio'] - 1:+.1%} while `watch` read it ([watch.md](../benchmarks/results/watch.md)).",
     ]
     return " ".join(sentences) + "\n"
 

@@ -231,8 +231,8 @@ def test_a_crop_is_cut_upright(video: Path, tmp_path: Path) -> None:
     [
         (["none.mp4"], "no such file"),
         (["{taken}"], "is a folder; pass video files"),
-        (["{video}", "--lowest_score", "2"], "expected a score, from 0 to 1"),
-        (["{video}", "--lowest_score", "nan"], "expected a score, from 0 to 1"),
+        (["{video}", "--lowest_score", "2"], "expected a score from 0 to 1"),
+        (["{video}", "--lowest_score", "nan"], "expected a score from 0 to 1"),
         (["{video}", "--num_clips", "0"], "num_clips 0"),
         (["{video}", "--shortest", "9", "--longest", "3"], "shortest"),
         (["{video}", "--shortest", "nan"], "shortest"),

@@ -237,7 +237,7 @@ def test_black_masks_and_settings_without_an_effect_are_refused(root: Path, tmp_
     data = save_data(tmp_path / "data")
     values = {**SETTINGS, "model_path": str(root / "2.1"), "dataset_path": str(data), "max_steps": 1, "nproc": 1}
     values["output_dir"] = str(tmp_path / "run")
-    with pytest.raises(UnisonoError, match="has no masks; expected"):
+    with pytest.raises(UnisonoError, match="has no masks; add a mask for each sample"):
         unisono.train("wan-flow", **values)
     save_image(data / "p1.mask.png", torch.zeros(32, 32, 3, dtype=torch.uint8))
     with pytest.raises(UnisonoError, match="is black wherever the sample is used"):

@@ -294,7 +294,7 @@ def _encoder(options: argparse.Namespace) -> SiteEncoder | None:
 
     encoder = open_encoder(place)
     if encoder is None and options.encoder is not None:
-        raise ConfigError(f"--encoder {place}: reads query and page together and embeds nothing; pass minilm")
+        raise ConfigError(f"--encoder {place}: a cross-encoder computes no embeddings; pass minilm")
     return None if encoder is None else encoder.to(usable_device(options.device))
 
 

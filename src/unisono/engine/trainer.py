@@ -227,7 +227,8 @@ class Trainer:
             return self._does_not_fit(rank, str(error))
         details = {"ranks": [rank], "error": str(error), "micro_batch": size, "in_place": False}
         append_event(self._folder.path, "oom", step=step, rank=rank, **details)
-        # An attempt that may fail in the same way must count as a restart.
+        # TrySmaller does not count as a restart, so the next attempt must have a smaller micro-batch: otherwise it
+        # could fail in the same way, and the restarts would never end.
         kind = TrySmaller if self._sizer.is_new_to_next_attempt(size) else TryAgain
         return kind(f"out of memory: {error}; the next attempt uses at most {size} samples at once per device")
 

@@ -106,8 +106,8 @@ class FolderData:
                 )
         elif len(without) == num_samples and path == self._config.dataset_path:
             raise ConfigError(
-                f"masked_loss: {path} has no masks; expected a.mask.png or a.mask.mp4 beside a.mp4, or remove "
-                "masked_loss"
+                f"masked_loss: {path} has no masks; add a mask for each sample (for clip.mp4: clip.mask.png or "
+                "clip.mask.mp4), or remove masked_loss"
             )
         elif without:
             self.remarks.append(
