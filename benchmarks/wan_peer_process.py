@@ -145,16 +145,26 @@ def run_musubi(specification: dict[str, Any], clock: Clock) -> str:
         model = Model(**specification["tiny"])
         sizes = {"dim": model.dim, "ffn_dim": model.ffn_dim, "num_heads": model.num_heads}
         WAN_CONFIGS[model.task].update(sizes | {"num_layers": model.num_layers})
+    register_optimizer_step_post_hook(clock)
     script = Path(specification["musubi"]) / "src" / "musubi_tuner" / "wan_train_network.py"
     sys.argv = [str(script), *specification["words"]]
     runpy.run_path(str(script), run_name="__main__")
     return "ended before its last step"
 
 
-def run_unisono(specification: dict[str, Any]) -> str:
+def run_unisono(specification: dict[str, Any], clock: Clock) -> str:
     """Does what `unisono train wan-flow …` does."""
     from unisono.cli.main import main
+    from unisono.engine.step.optimizer_wrapper import OptimizerWrapper
 
+    step = OptimizerWrapper.step
+
+    def timed(self: OptimizerWrapper, *arguments: Any) -> None:
+        step(self, *arguments)
+        clock(self.optimizer)
+
+    # torch's optimizer steps several times per training step if weights are on the host, and before step 1.
+    OptimizerWrapper.step = timed  # type: ignore[method-assign]
     sys.argv = ["unisono", *specification["words"]]
     return f"ended with exit code {main()}"
 
@@ -176,12 +186,11 @@ def main() -> None:
         prepare(specification)
         return
     clock = Clock(specification)
-    register_optimizer_step_post_hook(clock)
     if specification["cap_gib"] and clock.on_gpu:
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, specification["cap_gib"] * GIB / total), 0)
     try:
-        failed = run_musubi(specification, clock) if specification["program"] == MUSUBI else run_unisono(specification)
+        failed = (run_musubi if specification["program"] == MUSUBI else run_unisono)(specification, clock)
     except BaseException as error:  # also SystemExit, which the programs' command lines raise
         traceback.print_exc()
         failed = " ".join(f"{type(error).__name__}: {error}".split())[:300]
