@@ -122,6 +122,23 @@ def test_ci_runs_everything_fails_if_one_fails_and_ends_with_the_line_of_pytest(
     assert expected in done.stdout.splitlines()[-1]
 
 
+@pytest.mark.parametrize("passes", [True, False])
+def test_ci_runs_failed_tests_once_more(passes: bool, tmp_path: Path) -> None:
+    for folder in (".ci", "bin", ".venv/bin"):
+        (tmp_path / folder).mkdir(parents=True)
+    shutil.copy(ROOT / ".ci/run", tmp_path / ".ci/run")
+    recipes = dict.fromkeys(TARGETS, "@echo '== 7 passed in 1.25s =='")
+    recipes["test"] = "@echo '== 1 failed, 6 passed in 9.00s =='; exit 1"
+    (tmp_path / "Makefile").write_text("".join(f"{name}:\n\t{command}\n" for name, command in recipes.items()))
+    again = "1 passed in 2.00s" if passes else "1 failed in 2.00s"
+    for program, script in (("bin/dpkg", ""), (".venv/bin/python", f"echo '== {again} =='\nexit {int(not passes)}\n")):
+        (tmp_path / program).write_text(f"#!/bin/sh\n{script}")
+        (tmp_path / program).chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
+    done = subprocess.run([tmp_path / ".ci/run"], capture_output=True, text=True, env=environment)
+    assert (done.returncode == 0) is passes and again in done.stdout.splitlines()[-1], done.stdout
+
+
 def shipped_files() -> list[Path]:
     single = [ROOT / path for path in ("Makefile", "pyproject.toml", ".ci/run", ".pre-commit-config.yaml")]
     folders = [
