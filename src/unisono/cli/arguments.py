@@ -115,8 +115,12 @@ class TrainingCommand(NamedTuple):
     options: argparse.Namespace  # the command's own options
 
 
+OPTION_FOR = {"gpus": "gpus-per-node", "nnodes": "nodes", "node_rank": "nodes", "rdzv_endpoint": "nodes"}
+"""Settings of the launcher -> the option that replaces them in commands that write a job for several machines."""
+
+
 class TrainingParser(Parser):
-    """Parses the command lines of `train`, `verify` and `slurm`: a recipe, config files, options, settings as flags."""
+    """Parses command lines such as that of `train`: a recipe, config files, options, settings as flags."""
 
     def __init__(self, command: str, usage: str, description: str) -> None:
         super().__init__(
@@ -136,6 +140,14 @@ class TrainingParser(Parser):
             help="YAML or JSON file with settings; later files override earlier ones, and flags override all files. "
             "The key `include` names files to read first: `include: base.yaml`, or a list",
         )
+
+    def add_option(self, flag: str, metavar: str, help: str, **options: Any) -> None:
+        """Adds an option that may be given once."""
+        self.add_argument(flag, metavar=metavar, help=help, **{"action": StoreOnce, **options})
+
+    def add_repeatable(self, flag: str, metavar: str, help: str) -> None:
+        """Adds an option that may be given several times; its value is a list."""
+        self.add_argument(flag, metavar=metavar, help=f"{help}; repeatable", action="append", default=[])
 
     def parse_training(self, argv: Sequence[str]) -> TrainingCommand:
         """Parses the command line; the recipe is the first argument."""

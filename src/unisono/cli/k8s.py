@@ -8,9 +8,9 @@ import re
 import sys
 import time
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
-from unisono.cli.arguments import StoreOnce, TrainingParser
+from unisono.cli.arguments import OPTION_FOR, TrainingParser
 from unisono.cli.job_files import public_variable, variable, whole_number, write_new
 from unisono.cluster.kubernetes import checks
 from unisono.cluster.kubernetes.job import KubernetesJob
@@ -32,12 +32,6 @@ Each pod is one machine, in which unisono's launcher starts a rank per GPU. A po
 checkpoint and is replaced, and the run continues. Every setting of `unisono train` is also a flag here: it is checked
 now and written into the manifest. Paths are those in the container."""
 
-_LAUNCHER_DECIDES = {
-    "gpus": "gpus-per-node",
-    "nnodes": "nodes",
-    "node_rank": "nodes",
-    "rdzv_endpoint": "nodes",
-}
 _DEFAULT_MOUNT = "/data"
 _SECRETS = "put it into a Secret of the cluster and pass --secret NAME"
 
@@ -45,13 +39,7 @@ _SECRETS = "put it into a Secret of the cluster and pass --secret NAME"
 def _parser() -> TrainingParser:
     usage = "RECIPE --image IMAGE --volume CLAIM --nodes 2 --gpus-per-node 8 [options] [settings]"
     parser = TrainingParser("k8s", usage, _DESCRIPTION)
-
-    def add(flag: str, metavar: str, help: str, **options: Any) -> None:
-        parser.add_argument(flag, metavar=metavar, help=help, **{"action": StoreOnce, **options})
-
-    def several(flag: str, metavar: str, help: str) -> None:
-        parser.add_argument(flag, metavar=metavar, help=f"{help}; repeatable", action="append", default=[])
-
+    add, several = parser.add_option, parser.add_repeatable
     add("--image", "IMAGE", "container image with unisono and your recipe (see the Dockerfile in docs/kubernetes.md)")
     several(
         "--volume",
@@ -131,7 +119,7 @@ def main(argv: list[str]) -> int:
 
 
 def _check(kind: type[Recipe], resolved: Resolved, options: argparse.Namespace) -> None:
-    for name, instead in _LAUNCHER_DECIDES.items():
+    for name, instead in OPTION_FOR.items():
         if resolved.explicit(name):
             raise ConfigError(f"{name}: on Kubernetes the manifest determines this setting; use --{instead} instead")
     if options.gpus_per_node and resolved.explicit("nproc"):

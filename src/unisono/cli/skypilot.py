@@ -8,9 +8,8 @@ import re
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
-from unisono.cli.arguments import StoreOnce, TrainingParser
+from unisono.cli.arguments import OPTION_FOR, TrainingParser
 from unisono.cli.job_files import public_variable, whole_number, write_new
 from unisono.cluster.skypilot import SkyPilotTask, folder, storage, task_file
 from unisono.config.resolve import Resolved
@@ -29,12 +28,6 @@ On each machine, unisono's launcher starts a rank per GPU. If a spot machine is 
 machines, and the run continues from its checkpoint. Every setting of `unisono train` is also a flag here: it is checked
 now and written into the task. Paths of data and of the run folder are those on the machines."""
 
-_TASK_DECIDES = {
-    "gpus": "gpus-per-node",
-    "nnodes": "nodes",
-    "node_rank": "nodes",
-    "rdzv_endpoint": "nodes",
-}
 _DEFAULT_MOUNT = "/data"
 _SECRETS = "pass --secret NAME, and its value when you launch the job"
 
@@ -42,13 +35,7 @@ _SECRETS = "pass --secret NAME, and its value when you launch the job"
 def _parser() -> TrainingParser:
     usage = "RECIPE --setup COMMAND --volume NAME --nodes 2 --gpus-per-node H100:8 [options] [settings]"
     parser = TrainingParser("skypilot", usage, _DESCRIPTION)
-
-    def add(flag: str, metavar: str, help: str, **options: Any) -> None:
-        parser.add_argument(flag, metavar=metavar, help=help, **{"action": StoreOnce, **options})
-
-    def several(flag: str, metavar: str, help: str) -> None:
-        parser.add_argument(flag, metavar=metavar, help=f"{help}; repeatable", action="append", default=[])
-
+    add, several = parser.add_option, parser.add_repeatable
     several("--setup", "COMMAND", "shell command that prepares a machine, for instance one that installs unisono")
     add("--image", "IMAGE", "container image with unisono, instead of or before --setup")
     add(
@@ -111,7 +98,7 @@ def main(argv: list[str]) -> int:
 
 
 def _check(kind: type[Recipe], resolved: Resolved, options: argparse.Namespace) -> None:
-    for name, instead in _TASK_DECIDES.items():
+    for name, instead in OPTION_FOR.items():
         if resolved.explicit(name):
             raise ConfigError(f"{name}: the task sets it on each machine; use --{instead} instead")
     if options.gpus_per_node and resolved.explicit("nproc"):

@@ -8,9 +8,8 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
-from unisono.cli.arguments import StoreOnce, TrainingParser
+from unisono.cli.arguments import TrainingParser
 from unisono.cli.job_files import variable, whole_number, write_new
 from unisono.cli.slurm_arguments import add_job_arguments, plain_name
 from unisono.cluster.slurm.commands import submit
@@ -47,10 +46,7 @@ _SRUN_DECIDES = {
 def _parser() -> TrainingParser:
     usage = "RECIPE --nodes 2 --gpus-per-node 8 [options] [--submit [--follow]] [settings]"
     parser = TrainingParser("slurm", usage, _DESCRIPTION)
-
-    def add(flag: str, metavar: str, help: str, **options: Any) -> None:
-        parser.add_argument(flag, metavar=metavar, help=help, **{"action": StoreOnce, **options})
-
+    add = parser.add_option
     add("--nodes", "N", "number of machines (default: 1)", type=whole_number)
     add("--ntasks-per-node", "N", "CPU ranks per machine, when training without GPUs", type=whole_number)
     add(
